@@ -4,7 +4,7 @@
 #   make test          lint, types, tests and notebooks
 #   make test-all      as make test, with sweeps and all of LLVM's passes
 #   make test-newest   the tests but the slowest on a newer Python and the newest jax
-#   make test-aot      kernels compiled for an H200, without one
+#   make test-aot      kernels compiled for GPUs, without one
 #   make bench         the experiments' tables
 #   make docs          the API reference, into build/docs
 #   make format        what ruff can mend by itself
@@ -47,7 +47,7 @@ test-newest: .venv-newest/.dev
 
 # Registers are counted: all of the compiler's passes run, which the other tests leave out.
 test-aot: .venv-aot/.aot
-	XLA_FLAGS=--xla_backend_optimization_level=3 .venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection/*/test_h200.py tests/test_on_gpu.py
+	XLA_FLAGS=--xla_backend_optimization_level=3 .venv-aot/bin/python $(PYTEST) -m compiled tests/pallas_kernels tests/kernel_selection/*/test_h200.py tests/test_on_gpu.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -40,6 +40,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from symjax_rewrite import jax_internals  # noqa: E402
 from symjax_rewrite.api import sym_optimize  # noqa: E402
 from tests.pallas_kernels.gpu_compiler import (  # noqa: E402, F401  fixtures of every folder
     compile_h200,
@@ -53,6 +54,8 @@ from tests.pallas_kernels.gpu_compiler import (  # noqa: E402, F401  fixtures of
 hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("symjax")
 
+COMPILERS = {"compile_h200", "compile_l4", "shared_memory"}  # fixtures that compile for a GPU
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--share 1/2` (every second test or parameter, from the first on) and `--every`."""
@@ -61,21 +64,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that need nothing as `cpu`; leave out sweeps and what is not of this share.
+    """Mark what tests need; leave out sweeps and what is not of this share.
 
     Parameters of a test are shared in turn, and so are tests without parameters of a file. Slow
-    tests are not shared: they run at one end of the support range.
+    tests are not shared: they run at one end of the support range. Nor are tests with a condition,
+    which may hold at one end alone.
     """
     part, parts = map(int, str(config.getoption("--share")).split("/"))
     seen: collections.Counter[str] = collections.Counter()
     mine, others = [], []
     for item in items:
+        if COMPILERS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.compiled)
         if not any(item.get_closest_marker(name) for name in ("cpu", "lowering", "gpu")):
             item.add_marker(pytest.mark.cpu)
         test, parameters, _ = item.nodeid.partition("[")
         row = test if parameters else test.partition("::")[0]
         swept = item.get_closest_marker("sweep") and not config.getoption("--every")
-        elsewhere = seen[row] % parts != part - 1 and not item.get_closest_marker("slow")
+        is_shared = not any(item.get_closest_marker(name) for name in ("slow", "skipif"))
+        elsewhere = is_shared and seen[row] % parts != part - 1
         (others if swept or elsewhere else mine).append(item)
         seen[row] += 1
     items[:] = mine
@@ -97,3 +104,9 @@ def _no_internal_errors(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
     if not request.node.get_closest_marker("internal_error"):
         monkeypatch.setattr(sym_optimize._Worker, "_keep_or_raise", fail)
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with one device: XLA partitions no program, so kernels are taken by price."""
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation, Value
-from symjax_rewrite.ir.term import Node
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.term import Node, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 
 T = TypeVar("T", bound=Hashable)
@@ -123,6 +124,17 @@ class Needed:
 def node_of(g: EGraph, cls: int) -> Node:
     """Return the original node of a class."""
     return g.classes[cls].first
+
+
+def kind_of(g: EGraph, cls: int) -> str:
+    """Return the kind of a class's dtype, as `dtype_kind`."""
+    return dtype_kind(g.classes[cls].dtype)
+
+
+def is_float_cast(g: EGraph, cls: int) -> bool:
+    """Return True if a class is another floating-point class in another dtype."""
+    node = node_of(g, cls)
+    return is_cast(node) and kind_of(g, cls) == kind_of(g, node.args[0].cls) == "f"
 
 
 def class_operands(g: EGraph) -> Callable[[int], list[int]]:

@@ -22,9 +22,8 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import BandedBlocks
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
-from symjax_rewrite.ir.dataflow import Needed, cone, node_of
+from symjax_rewrite.ir.dataflow import Needed, cone, kind_of, node_of
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise, reads_twice
@@ -174,7 +173,7 @@ def _space(t: TermGraph, cls: int) -> list[int]:
 
 def _is_large(t: TermGraph, cls: int, least_flops: float) -> bool:
     node = node_of(t.graph, cls)
-    if not is_dot(node) or len(node.bound) != 1 or dtype_kind(t.graph.classes[cls].dtype) != "f":
+    if not is_dot(node) or len(node.bound) != 1 or kind_of(t.graph, cls) != "f":
         return False
     if any(min(a.axes, default=0) < 0 or reads_twice(a) for a in node.args):
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -105,19 +105,16 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
     wide: dict[int, int] = {}
     for m in makers:
         for c in read & m.gives():
-            info = t.graph.classes[c]
             if c in getattr(m, "wide_classes", set)():
-                sizes = tuple(map(t.jax_size, info.sizes))
-                aval = jax_internals.array_aval(sizes, held_dtype(info.dtype))
-                wide[c] = t.program.new_value(aval)
+                wide[c] = t.program.new_value(_aval(t, c, held_dtype))
             elif value_of(c) is None:
                 links[c] = t.program.new_value(_aval(t, c))
     return links, wide
 
 
-def _aval(t: TermGraph, cls: int) -> Any:
+def _aval(t: TermGraph, cls: int, held: Callable[[str], str] = str) -> Any:
     info = t.graph.classes[cls]
-    return jax_internals.array_aval(tuple(map(t.jax_size, info.sizes)), info.dtype)
+    return jax_internals.array_aval(tuple(map(t.jax_size, info.sizes)), held(info.dtype))
 
 
 def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:

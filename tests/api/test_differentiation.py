@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import CliffError
 from symjax_rewrite.testing.assertions import assert_no_intermediate
 
@@ -124,9 +124,8 @@ def flops(compiled):
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
-def test_both_ways_to_a_gradient_reach_equal_programs(name, monkeypatch):
+def test_both_ways_to_a_gradient_reach_equal_programs(name, one_device):
     """The gradient of the optimised function, and the optimised gradient of the function."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
     fun, args = BOTH_WAYS[name]
     numbers = tuple(range(len(args)))
     outside = jax.jit(jax.value_and_grad(sym_optimize(fun), numbers))
@@ -151,9 +150,8 @@ def test_no_more_is_kept_than_by_plain_reverse_mode(name):
     assert kept[0] - inputs <= 1.05 * max(kept[1] - inputs, 0)
 
 
-def test_results_do_not_wait_for_cotangents(monkeypatch):
+def test_results_do_not_wait_for_cotangents(one_device):
     """One fold could compute a result together with what reads its cotangent: it may not."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
     x, m = draw(1024, 3), draw(1024)
     value, pullback = jax.vjp(sym_optimize(energy), x, m)
     assert max(x.size for x in jax.tree.leaves(pullback)) < 1024 * 1024

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 
 F32 = jnp.float32
 ROWS = {"b": 1, "T": 1, "S": 1, "n": 1, "m": 1}
@@ -136,11 +136,6 @@ OTHERS = {
     "recurrence of known length": (recurrence, "9 b 4, 9 b 4"),
     "selective scan": (selective, "T b 8, 8 4, T b 4, T b 4, T b 8"),
 }
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def close(got, wanted, rtol=1e-4):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import audit, jax_internals, packs, route, sym_optimize
+from symjax_rewrite import audit, packs, route, sym_optimize
 from symjax_rewrite.auditing.audit import PROPERTIES, Audit
 from symjax_rewrite.auditing.findings import USES
 from symjax_rewrite.cost.device_profiles import DEVICES
@@ -184,12 +184,6 @@ def test_look_alike_does_not_have_the_property(name: str) -> None:
     fun, args, absent = NOT_EXPECTED[name]
     found = [f for f in audited(fun, *args).of(absent) if not f.what.startswith("a place for")]
     assert found == []
-
-
-@pytest.fixture
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are taken on one device."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 @pytest.mark.usefixtures("one_device")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from symjax_rewrite import errors, guard, jax_internals, sym_optimize
+from symjax_rewrite import errors, guard, sym_optimize
 from symjax_rewrite.auditing.intermediates import largest_intermediate
 from symjax_rewrite.reports.units import duration, parse_bytes, size
 from symjax_rewrite.testing import assert_no_cliff
@@ -94,8 +94,7 @@ def test_no_cliff(name: str) -> None:
     assert found.regret is not None and 1.0 <= found.regret <= 1.5
 
 
-def test_large_intermediate_names_line_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+def test_large_intermediate_names_line_and_remedy(one_device: None) -> None:
     with pytest.raises(errors.CliffError) as found:
         guard(attention, *HEADS, device="cpu", max_regret=None, max_intermediate="8 MB")
     error = found.value

@@ -7,17 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.reports.program_cost import traffic
 
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folds stay as written where XLA might partition a program."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def spec(*shape: int) -> jax.ShapeDtypeStruct:

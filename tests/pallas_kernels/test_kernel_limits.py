@@ -39,12 +39,6 @@ DECAYS = {
 deprecated = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """Make one device visible: kernels are selected by price on one device only."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
 def moving(decay):
     """h ← decay(x)·h + x over 64 steps of 8."""
 

@@ -78,34 +78,34 @@ def assert_same(got, want):
         np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("place", [0, COLUMNS // 2, COLUMNS - 1])
 @pytest.mark.parametrize("name", FOLDS)
-def test_fold_of_a_score_that_is_nan(name, place):
-    q, k = (np.asarray(RNG.normal(size=(n, WIDTH)), np.float32) for n in (ROWS, COLUMNS))
-    k[place, 3] = NAN
-    q[5] = 0  # 0·NaN is NaN too
-    run = partial(fold_triton, FOLDS[name], blocks=BLOCKS, interpret=True)
-    want = fold_reference(FOLDS[name], q, k)
-    assert all(np.isnan(x).any() for x in jax.tree.leaves(want) if x.dtype == np.float32)
-    assert_same(with_gpu_maxima(run, q, k), want)
+def test_fold_of_scores_that_are_nan(name):
+    """In one column (the first, one inside, the last), or in some rows."""
+    kernel = partial(fold_triton, FOLDS[name], blocks=BLOCKS, interpret=True)
+    both = jax.jit(lambda *xs: (with_gpu_maxima(kernel, *xs), fold_reference(FOLDS[name], *xs)))
+    for place in (0, COLUMNS // 2, COLUMNS - 1, None):
+        q, k = (np.asarray(RNG.normal(size=(n, WIDTH)), np.float32) for n in (ROWS, COLUMNS))
+        if place is None:
+            q[::3, 0] = NAN
+        else:
+            k[place, 3] = NAN
+            q[5] = 0  # 0·NaN is NaN too
+        got, want = both(q, k)
+        if place is not None:
+            assert all(np.isnan(x).any() for x in jax.tree.leaves(want) if x.dtype == np.float32)
+        assert_same(got, want)
 
 
-@pytest.mark.parametrize("name", FOLDS)
-def test_fold_of_some_rows_that_are_nan(name):
-    q, k = (np.asarray(RNG.normal(size=(n, WIDTH)), np.float32) for n in (ROWS, COLUMNS))
-    q[::3, 0] = NAN
-    run = partial(fold_triton, FOLDS[name], blocks=BLOCKS, interpret=True)
-    assert_same(with_gpu_maxima(run, q, k), fold_reference(FOLDS[name], q, k))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e30, np.inf])
-def test_softmax_sums_of_infinite_scores_have_a_maximum(scale):
-    q, k = (np.asarray(RNG.normal(size=(n, WIDTH)), np.float32) for n in (ROWS, COLUMNS))
-    q[:, 1:], k[:, 1:] = 0, 0
-    k[::7, 0] *= scale
+def test_softmax_sums_of_infinite_scores_have_a_maximum():
     spec = FOLDS["softmax sums"]
-    run = partial(fold_triton, spec, blocks=BLOCKS, interpret=True)
-    assert_same(with_gpu_maxima(run, q, k)[0][0], fold_reference(spec, q, k)[0][0])
+    kernel = partial(fold_triton, spec, blocks=BLOCKS, interpret=True)
+    both = jax.jit(lambda *xs: (with_gpu_maxima(kernel, *xs), fold_reference(spec, *xs)))
+    for scale in (1.0, 1e30, np.inf):
+        q, k = (np.asarray(RNG.normal(size=(n, WIDTH)), np.float32) for n in (ROWS, COLUMNS))
+        q[:, 1:], k[:, 1:] = 0, 0
+        k[::7, 0] *= scale
+        got, want = both(q, k)
+        assert_same(got[0][0], want[0][0])
 
 
 ACTIVATIONS = {
@@ -150,16 +150,24 @@ SCANS = {
 }
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.parametrize("operand", [0, 1])
-def test_scan_of_a_step_that_is_nan(name, chunks, operand):
-    operands = [np.asarray(RNG.normal(size=(24, 4)), np.float32) for _ in range(2)]
-    operands[operand][13, 1] = NAN
-    run = partial(scan_triton, SCANS[name], cut=ScanTiling(4, chunks), interpret=True)
-    want = scan_reference(SCANS[name], *operands)
-    assert np.isnan(want[-1]).any() and not np.isnan(want[-1]).all()
-    assert_same(with_gpu_maxima(run, *operands), want)
+def test_scan_of_a_step_that_is_nan(name):
+    kernels = [
+        partial(scan_triton, SCANS[name], cut=ScanTiling(4, chunks), interpret=True)
+        for chunks in (1, 3)
+    ]
+
+    @jax.jit
+    def scanned(*xs):
+        return scan_reference(SCANS[name], *xs), [with_gpu_maxima(run, *xs) for run in kernels]
+
+    for operand in (0, 1):
+        operands = [np.asarray(RNG.normal(size=(24, 4)), np.float32) for _ in range(2)]
+        operands[operand][13, 1] = NAN
+        want, found = scanned(*operands)
+        assert np.isnan(want[-1]).any() and not np.isnan(want[-1]).all()
+        for got in found:
+            assert_same(got, want)
 
 
 def test_simulated_gpu_maximum_drops_nan():

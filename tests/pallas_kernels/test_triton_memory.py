@@ -102,10 +102,15 @@ def test_norm_linear_compiles_for_an_l4(name, compile_l4):
 
 
 SMALL = {str(c): c.spec for c in CASES if supports(c.spec)}
+SWEPT = {(name, kind) for name in SMALL for kind in ("A100", "B200")}  # as on an L4 and an H200
+ASKING = [
+    pytest.param(name, kind, marks=[pytest.mark.sweep] * ((name, kind) in SWEPT))
+    for name in (*FOLDS, *SMALL)
+    for kind in GPUS
+]
 
 
-@pytest.mark.parametrize("kind", GPUS)
-@pytest.mark.parametrize("name", [*FOLDS, *SMALL])
+@pytest.mark.parametrize(("name", "kind"), ASKING)
 def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory, described):
     spec = {**FOLDS, **SMALL}[name]
     with described(kind):
@@ -128,9 +133,7 @@ def test_a_norm_asks_for_no_more_than_predicted(name, kind, shared_memory):
     assert asked <= norm_bytes(group, blocks, GPUS[kind])
 
 
-def test_attention_as_written_compiles_for_an_l4(compile_l4, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
+def test_attention_as_written_compiles_for_an_l4(compile_l4, one_device):
     def attend(q, k, v):
         s = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
         return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, axis=-1), v)

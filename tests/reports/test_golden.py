@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 
-from symjax_rewrite import jax_internals
 from tests.reports.examples import report_of
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 GOLDEN = Path(__file__).parent / "golden"
 TEXTS = ("lora", "chain", "layers", "perceptron", "symbolic")
 DATA = ("chain", "symbolic")
 HIDDEN = ("jaxpr", "seconds", "time_s", "program", "key", "passes", "ratio", "regions", "headline")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """As on a machine with one device."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def _text(name: str) -> str:

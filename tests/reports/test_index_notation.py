@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.usage_records import RouteUse
@@ -96,8 +96,7 @@ def test_branches_and_unknown_operations_are_calls_by_name():
     assert "cond(" in text and "cholesky(" in text and "sort(" in text
 
 
-def test_kernel_is_a_call_by_the_name_of_its_candidate(monkeypatch):
-    monkeypatch.setattr("symjax_rewrite.jax_internals.may_be_partitioned", lambda: False)
+def test_kernel_is_a_call_by_the_name_of_its_candidate(one_device):
     (line,) = report_of("attention").details.after
     assert line.text == "out = fold(q, k, v)"
 
@@ -190,8 +189,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_obstacle_of_a_refusal(name, monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+def test_obstacle_of_a_refusal(name, one_device):
     fun, specs, route, obstacle = OBSTACLES[name]
     report = sym_optimize(fun, device="cpu").explain(*specs)
     (use,) = (u for u in report.routes if u.name == route)

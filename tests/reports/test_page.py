@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.reports.page_style import SCOPE, STYLE
 from symjax_rewrite.reports.roofline import Point, roofline
@@ -17,13 +17,9 @@ from tests.fuzz.cases import case
 from tests.fuzz.check import TRANSFORMS, InvalidProgramError
 from tests.reports.examples import EXAMPLES, f32, report_of
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 EMPTY = {"meta", "line", "circle"}
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """As on a machine with one device."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 class Reader(HTMLParser):

@@ -123,10 +123,10 @@ class FoldRoute:
         return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        if cls not in (self.wide or ()):
-            return self.array(emitter, cls)
         data, slots = self._value(emitter, cls)
-        return data.astype(np.dtype(held_dtype(emitter.t.graph.classes[cls].dtype))), slots
+        dtype = emitter.t.graph.classes[cls].dtype
+        held = held_dtype(dtype) if cls in (self.wide or ()) else dtype
+        return data.astype(np.dtype(held)), slots
 
     def _value(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         """Return the value of a class in the fold's dtype, and its slots."""

@@ -13,8 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, cone, node_of, postorder
-from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.dataflow import Needed, cone, kind_of, node_of, postorder
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, NATIVE, SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -185,7 +184,7 @@ def _join(found: list[Cluster], c: ClusterMember) -> None:
 def _candidate(
     t: TermGraph, cls: int, scope: Scope, gone: frozenset[int], made: Container[int]
 ) -> ClusterMember | None:
-    if dtype_kind(t.graph.classes[cls].dtype) not in "fiub":
+    if kind_of(t.graph, cls) not in "fiub":
         return None
     found = exit_of(t, cls)
     if found is None or not all(map(t.is_positive, found.sizes.values())):
@@ -193,7 +192,8 @@ def _candidate(
     if not any(_may_open(t, a) for a in found.args):
         return None
     keyed = found.kind == "keyed"
-    if found.kind in ("keyed", "top_k", "sorted") and not _has_numbers(found):
+    has_names = not all(isinstance(s, int) for s in found.sizes.values())
+    if has_names and found.kind in ("keyed", "top_k", "sorted"):
         return None
 
     def size(i: int) -> int:
@@ -259,11 +259,6 @@ def _single(
     return paired if widest >= least else None
 
 
-def _has_numbers(found: Exit) -> bool:
-    """Return True if no size of a reduction is a name."""
-    return all(isinstance(s, int) for s in found.sizes.values())
-
-
 def _may_open(t: TermGraph, ref: Ref) -> bool:
     node = node_of(t.graph, ref.cls)
     return bool(ref.axes) and node.op in (MAP, ADD, CONTRACT, SLICE, CONCAT, NATIVE)
@@ -296,7 +291,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     read = {r.cls for r in (*tile.whole, *of_row)}
     if made.pairs < max(elements(t, cls) for cls in {found.cls, *read}):
         return None
-    whole = [r for r in tile.whole if dtype_kind(t.graph.classes[r.cls].dtype) == "f"]
+    whole = [r for r in tile.whole if kind_of(t.graph, r.cls) == "f"]
     if not tile.has_dot and any(len(r.axes) == len(space) for r in whole):
         return None  # the value is already in memory
     if found.kind == "sum" and split_sum(pair, found) is None:

@@ -9,7 +9,7 @@ the same graph. The routes decide which of the two classes is computed from the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -31,19 +31,6 @@ class Pieces(NamedTuple):
     along: int
     sizes: tuple[int, ...]
     refs: tuple[Ref, ...]
-
-
-@dataclass(slots=True)
-class Restated:
-    """Classes that depend on concatenated scores, restated over the parts.
-
-    to: for an old class, the new class over the old class's indices. joined: old classes that
-    concatenate results of the parts. wanted: new classes that a fold must compute to be profitable.
-    """
-
-    to: dict[int, Ref] = field(default_factory=dict)
-    joined: set[int] = field(default_factory=set)
-    wanted: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -70,12 +57,12 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
     sums = opposed(t.graph, need, least)
     ways: list[set[int]] = [seeds] if seeds else []
     for joins in [*ways, set()] if sums else ways:
-        found = _Restating(t, need, joins, sums)
-        if all(found.visit(cls) for cls in need.order) and found.out.wanted:
-            to = found.out.to
+        found = Restated(t, need, joins, sums)
+        if all(found.visit(cls) for cls in need.order) and found.wanted:
+            to = found.to
             outside = {to[c].cls if c in to else c for c in need.outside}
             live = live_classes(outside, class_operands(t.graph))
-            return found.out, replace(live, known=need.known)
+            return found, replace(live, known=need.known)
     return None
 
 
@@ -96,8 +83,12 @@ def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
     return False
 
 
-class _Restating:
-    """Traversal that restates a program, oldest class first."""
+class Restated:
+    """Classes that depend on concatenated scores, restated over the parts, oldest class first.
+
+    to: for an old class, the new class over the old class's indices. joined: old classes that
+    concatenate results of the parts. wanted: new classes that a fold must compute to be profitable.
+    """
 
     def __init__(
         self, t: TermGraph, need: Needed, seeds: set[int], sums: dict[int, list[tuple[Ref, ...]]]
@@ -105,7 +96,9 @@ class _Restating:
         self.t, self.g, self.need, self.seeds, self.sums = t, t.graph, need, seeds, sums
         self.pieces: dict[int, Pieces] = {}
         self.cuts: dict[tuple, Ref] = {}
-        self.out = Restated()
+        self.to: dict[int, Ref] = {}
+        self.joined: set[int] = set()
+        self.wanted: set[int] = set()
 
     def visit(self, cls: int) -> bool:
         """Restate a class if necessary; return False if the concatenation must be materialised."""
@@ -118,15 +111,15 @@ class _Restating:
             if not self._apart(cls, node):
                 return False
         elif cls in self.sums:
-            self.out.to[cls] = self._multiplied_out(cls, node)
-            self.out.joined.add(cls)
-        elif any(a.cls in self.out.to for a in node.args):
+            self.to[cls] = self._multiplied_out(cls, node)
+            self.joined.add(cls)
+        elif any(a.cls in self.to for a in node.args):
             args = tuple(self._moved(a) for a in node.args)
-            self.out.to[cls] = self.g.add(node.op, node.attr, args, c.sizes, node.bound, c.dtype)
+            self.to[cls] = self.g.add(node.op, node.attr, args, c.sizes, node.bound, c.dtype)
         return cls not in self.pieces or cls not in self.need.outside
 
     def _moved(self, ref: Ref) -> Ref:
-        new = self.out.to.get(ref.cls)
+        new = self.to.get(ref.cls)
         return ref if new is None else over(ref, new)
 
     def _multiplied_out(self, cls: int, node: Node) -> Ref:
@@ -134,7 +127,7 @@ class _Restating:
         for factors in self.sums[cls]:
             args = tuple(self._moved(a) for a in factors)
             made.append(self.g.add(CONTRACT, node.attr, args, c.sizes, node.bound, c.dtype))
-        self.out.wanted |= {ref.cls for ref in made}
+        self.wanted |= {ref.cls for ref in made}
         return self.g.add(ADD, (1,) * len(made), tuple(made), c.sizes, (), c.dtype)
 
     def _apart(self, cls: int, node: Node) -> bool:
@@ -149,9 +142,9 @@ class _Restating:
         if is_elementwise(node) and index < node.out:
             self.pieces[cls] = Pieces(index, sizes, self._each(cls, node, index, sizes))
         elif (joined := self._joined(cls, node, index, sizes)) is not None:
-            self.out.to[cls] = joined
-            self.out.joined.add(cls)
-        return cls in self.pieces or cls in self.out.to
+            self.to[cls] = joined
+            self.joined.add(cls)
+        return cls in self.pieces or cls in self.to
 
     def _each(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> tuple[Ref, ...]:
         """Apply a node to each part of its operands."""
@@ -193,7 +186,7 @@ class _Restating:
         if index < node.out or (node.op != CONTRACT and (node.op, node.attr) not in _JOINED):
             return None
         refs = self._each(cls, node, index, sizes)
-        self.out.wanted.add(refs[sizes.index(max(sizes))].cls)
+        self.wanted.add(refs[sizes.index(max(sizes))].cls)
         if node.op == CONTRACT:
             return self.g.add(ADD, (1,) * len(refs), refs, c.sizes, (), c.dtype)
 

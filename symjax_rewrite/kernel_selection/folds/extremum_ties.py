@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import product
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref, over
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref, is_cast, over
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise, is_product
 
 Along = frozenset[int]  # slots of a class that its maximum is taken along
@@ -28,9 +28,9 @@ def is_tie(g: EGraph, cls: int) -> bool:
 def _along(g: EGraph, cls: int) -> Along | None:
     """Return the slots that the maximum in a tie is taken along; None where a class is no tie."""
     node = node_of(g, cls)
-    if node.op == MAP and node.attr[0] == "convert_element_type":
+    if is_cast(node):
         found = _along(g, node.args[0].cls)
-        return None if found is None else frozenset(node.args[0].axes[i] for i in found)
+        return found and frozenset(node.args[0].axes[i] for i in found)
     if node.op != MAP or node.attr[0] != "eq":
         return None
     for a, b in (node.args, node.args[::-1]):
@@ -103,11 +103,9 @@ class _Apart(NamedTuple):
             return None
         (k,) = places
         parts = self.parts(args[k])
-        return (
-            None
-            if parts is None
-            else {along: (*args[:k], x, *args[k + 1 :]) for along, x in parts.items()}
-        )
+        if parts is None:
+            return None
+        return {along: (*args[:k], x, *args[k + 1 :]) for along, x in parts.items()}
 
     def parts(self, ref: Ref) -> dict[Along, Ref] | None:
         """Split a term into a sum, by the index that the ties in each part are taken along."""
@@ -118,20 +116,15 @@ class _Apart(NamedTuple):
             return None
         args = tuple([over(ref, a) for a in inner.args])
         dtype = self.g.classes[args[-1].cls].dtype
+        split: dict[Along, Any] = {}  # the attribute and the operands of each part
         if inner.op == ADD:
-            groups = self.groups(inner, args)
-            term = lambda k, refs: self.g.apply(ADD, k, refs, dtype)  # noqa: E731
-            return (
-                None
-                if groups is None
-                else {k: term(*zip(*p, strict=True)) for k, p in groups.items()}
-            )
-        if not (is_product(inner) or self.is_linear(inner, args)):
-            return None
-        split, made = self.split(args), (inner.op, inner.attr)
-        if split is None:
-            return None
-        return {k: self.g.apply(*made, factors, dtype) for k, factors in split.items()}
+            groups = self.groups(inner, args) or {}
+            split = {along: zip(*terms, strict=True) for along, terms in groups.items()}
+        elif is_product(inner) or self.is_linear(inner, args):
+            factors = self.split(args) or {}
+            split = {along: (inner.attr, refs) for along, refs in factors.items()}
+        apply = self.g.apply
+        return {k: apply(inner.op, attr, refs, dtype) for k, (attr, refs) in split.items()} or None
 
     def groups(self, inner: Node, args: tuple[Ref, ...]) -> dict[Along, list] | None:
         """Return the terms of a sum by their ties; terms without ties join those of another."""

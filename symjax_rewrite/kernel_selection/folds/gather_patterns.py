@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import cone, node_of
+from symjax_rewrite.ir.dataflow import cone, kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import (
     ADD,
@@ -145,7 +144,7 @@ def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
     sides = [over(over(ref, node.args[0]), a) for a in test.args]
     for place, number in (sides, sides[::-1]):
         index = counts_along(t.graph, number)
-        integer = dtype_kind(t.graph.classes[place.cls].dtype) in "iu"
+        integer = kind_of(t.graph, place.cls) in "iu"
         if index is not None and integer and index not in place.axes:
             return place, index
     return None
@@ -155,7 +154,7 @@ def is_counted(g: EGraph, cls: int) -> bool:
     """Return True if integers are computed from integers alone, without rounding."""
 
     def is_integer(c: int) -> bool:
-        return dtype_kind(g.classes[c].dtype) in "iub"
+        return kind_of(g, c) in "iub"
 
     def operands(c: int) -> list[int]:
         node = node_of(g, c)

@@ -7,6 +7,7 @@ program of a fold evaluates the term, after the column operands are gathered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -118,18 +119,15 @@ class ChoiceRoute(OneClass):
 
 def _take(data: Any, axes: tuple[str, ...], place: Any, over: tuple[str, ...]) -> Named:
     """Return `data[.., place, ..]` along the column axis; axes that both share are batched."""
+    left, right = list(axes), list(over)
     shared = [a for a in axes if a in over]
-    if not shared:
-        at = axes.index(COLUMN)
-        return jnp.take(data, place, axis=at, mode="clip"), (*axes[:at], *over, *axes[at + 1 :])
-    axis = shared[0]
-    inner, inner_over = (tuple(a for a in names if a != axis) for names in (axes, over))
-    result: list[tuple[str, ...]] = []
-
-    def one(x: Any, p: Any) -> Any:
-        taken, names = _take(x, inner, p, inner_over)
-        result.append(names)
-        return taken
-
-    out = jax.vmap(one, in_axes=(axes.index(axis), over.index(axis)))(data, place)
-    return out, (axis, *result[0])
+    batched = []
+    for axis in shared:
+        batched.append((left.index(axis), right.index(axis)))
+        left.remove(axis)
+        right.remove(axis)
+    at = left.index(COLUMN)
+    take = partial(jnp.take, axis=at, mode="clip")
+    for in_axes in reversed(batched):
+        take = jax.vmap(take, in_axes=in_axes)
+    return take(data, place), (*shared, *left[:at], *right, *left[at + 1 :])

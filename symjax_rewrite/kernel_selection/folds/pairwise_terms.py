@@ -13,9 +13,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import (
     ADD,
     CONCAT,
@@ -260,7 +259,7 @@ class Pair:
             return None
         if any(not tokens <= set(a.axes) or reads_twice(a) for a in args):
             return None
-        if any(dtype_kind(self.g.classes[a.cls].dtype) not in "fiu" for a in args):
+        if any(kind_of(self.g, a.cls) not in "fiu" for a in args):
             return None
         return left, right
 
@@ -414,7 +413,7 @@ def _asks_whether_finite(g: EGraph, node: Node) -> bool:
 
 def is_test_like(g: EGraph, cls: int) -> bool:
     """Return True if a class depends on index numbers, integers, tests and constants alone."""
-    if dtype_kind(g.classes[cls].dtype) in "iub":
+    if kind_of(g, cls) in "iub":
         return True
     node = node_of(g, cls)
     if node.op in (CONST, IOTA, DELTA):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import is_half, is_moderate
@@ -158,7 +158,7 @@ def _summed(
         passed.append(ref.cls)
         ref = over(ref, node.args[0])
         node = node_of(g, ref.cls)
-    kinds = {dtype_kind(g.classes[c].dtype) for c in (*passed, ref.cls)}
+    kinds = {kind_of(g, c) for c in (*passed, ref.cls)}
     if node.op != CONTRACT or not node.bound or kinds != {"f"}:
         return None
     whole = Ref(ref.cls, (*ref.axes, *range(len(sizes), len(sizes) + len(node.bound))))
@@ -293,7 +293,7 @@ def forms(pair: Pair, found: Exit) -> list[Form]:
         return []
     weights, rest = split
     written: Form = (Piece("sum", None, tuple((r, ONE) for r in rest), weights),)
-    if dtype_kind(g.classes[found.cls].dtype) != "f" or pair.inside:
+    if kind_of(g, found.cls) != "f" or pair.inside:
         return [written]  # compared terms keep the form of the counts they are compared in
     apart = _log_form(pair, found, weights, rest)
     return [written] if apart is None else [written, apart]
@@ -410,7 +410,7 @@ def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref, bool]:
     while True:
         node = node_of(g, ref.cls)
         one = node.op == ADD and len(node.args) == 1 and not isinstance(node.attr[0], complex)
-        if not (one or is_cast(node)) or dtype_kind(g.classes[node.args[0].cls].dtype) != "f":
+        if not (one or is_cast(node)) or kind_of(g, node.args[0].cls) != "f":
             return scale, ref, narrow
         scale *= float(node.attr[0]) if one else 1.0
         narrow |= is_half(g.classes[ref.cls].dtype)

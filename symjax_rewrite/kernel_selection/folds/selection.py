@@ -8,14 +8,13 @@ decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, Found, Refusal
+from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
@@ -35,7 +34,6 @@ from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Ser
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
 from symjax_rewrite.kernel_selection.folds.named_sizes import (
     Comparisons,
-    Sample,
     price_at,
     with_few,
 )
@@ -73,10 +71,8 @@ class Folds:
         if kernels not in ("auto", "always", *BACKENDS) or not context.reorders():
             return
         terms = context.terms(program)
-        least = context.device.folds.least_pairs if kernels == "auto" else 0
-        selection = _FoldSelection(kernels, context.device, terms.samples, terms.narrow)
+        found = _FoldSelection(context, terms).found(terms.t, terms.need)
         compared = kernels == "auto" and not terms.t.dim_env
-        found = list(selection.found(terms.t, terms.need, least))
         yield from self._or_rules(found, program, context) if compared else found
 
     def _or_rules(self, found: list[Found], program: Program, context: Context) -> Iterator[Found]:
@@ -92,24 +88,17 @@ class Folds:
             inside = [f for f in folds if values & made[id(f)]]
             if saved_s >= sum(f.saved_s for f in inside):
                 refused.update(map(id, inside))
+        reason = Obstacle.CONFLICT("the rules save as much")
         for f in found:
             if id(f) in refused and isinstance(f, Candidate):
-                f = Refusal(
-                    self.name,
-                    Obstacle.CONFLICT("the rules save as much"),
-                    f.where,
-                    f.count,
-                    f.ratio,
-                )
+                f = Refusal(self.name, reason, f.where, f.count, f.ratio)
             yield f
 
 
 def taken_folds(program: Program, context: Context) -> list[tuple[FoldRoute, RouteUse]]:
     """Return the folds that pay and stand alone, with their report entries."""
-    terms, kernels, device = context.terms(program), context.options.kernels, context.device
-    least = device.folds.least_pairs if kernels == "auto" else 0
-    selection = _FoldSelection(kernels, device, terms.samples, terms.narrow)
-    groups, uses = selection.decided(terms.t, terms.need, least)
+    terms = context.terms(program)
+    groups, uses = _FoldSelection(context, terms).decided(terms.t, terms.need)
     pairs = zip(groups, uses, strict=True)
     return [(g[0], use) for g, use in pairs if len(g) == 1 and isinstance(g[0], FoldRoute)]
 
@@ -118,25 +107,28 @@ class _FoldSelection:
     """Search for pairwise terms of one program, and the decision which of them become folds.
 
     samples: the numbers at which named sizes are priced. narrow: True if they stand for all sizes.
+    scope: of the search. Loops (`scope.tables`) also support lookups and keyed sums.
     """
 
-    def __init__(
-        self, kernels: str, device: Device, samples: Sequence[Sample], narrow: bool
-    ) -> None:
-        self.kernels, self.device, self.samples, self.narrow = kernels, device, samples, narrow
+    def __init__(self, context: Context, terms: Terms) -> None:
+        self.kernels, self.device = context.options.kernels, context.device
+        self.samples, self.narrow = terms.samples, terms.narrow
+        auto, folds = self.kernels == "auto", self.device.folds
+        self.scope = Scope(
+            least=folds.least_pairs if auto else 0,
+            single=not auto or folds.single_rows,
+            tables=self.kernels in ("xla", "reference") or folds.streams,
+            sort_share=folds.least_of_sort,
+        )
 
-    def _streams(self) -> bool:
-        """Return True if loops run the folds; loops also support lookups and keyed sums."""
-        return self.kernels in ("xla", "reference") or self.device.folds.streams
-
-    def found(self, t: TermGraph, need: Needed, least: int) -> list[Found]:
+    def found(self, t: TermGraph, need: Needed) -> list[Found]:
         """Return the folds and the refused candidates."""
-        made = self.decided(t, need, least)
-        again = restated(t, need, least)
+        made = self.decided(t, need)
+        again = restated(t, need, self.scope.least)
         if again is None:
             return _each(t, *made)
         changed, need = again
-        groups, uses = self.decided(t, need, least)
+        groups, uses = self.decided(t, need)
         routes = [r for group in groups for r in group]
         routed = {c for r in routes for c in r.classes()}
         if not changed.wanted <= routed:
@@ -146,18 +138,13 @@ class _FoldSelection:
         taken = [use for use in uses if use.taken]
         return [*refusals(uses), *candidates(t, "fold", [(together, taken)])]
 
-    def decided(
-        self, t: TermGraph, need: Needed, least: int
-    ) -> tuple[list[list[Route]], list[RouteUse]]:
+    def decided(self, t: TermGraph, need: Needed) -> tuple[list[list[Route]], list[RouteUse]]:
         """Return the folds of each cluster, empty where it is refused, and its report entries."""
-        single = self.kernels != "auto" or self.device.folds.single_rows
-        scope = Scope(least, single, self._streams(), self.device.folds.least_of_sort)
-        found = clusters(t, need, scope)
+        found = clusters(t, need, self.scope)
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
+            reason = Obstacle.SHARDING("several devices: XLA might gather a fold's operands")
             for cluster in found:
-                cluster.reason = Obstacle.SHARDING(
-                    "several devices: XLA might gather a fold's operands"
-                )
+                cluster.reason = reason
         made: dict[int, list[Route]] = {}
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # Terms of refused clusters are materialised, so that other folds need more.
@@ -176,7 +163,7 @@ class _FoldSelection:
         depth = schedule(t, need, [*asked.values()])
         wide, narrow = wide_rows(t, need, asked)
         drafts = {
-            n: Draft(t, c, depth, self._streams(), None if n in narrow else wide)
+            n: Draft(t, c, depth, self.scope.tables, None if n in narrow else wide)
             for n, c in asked.items()
         }
         read = Counter(c for d in drafts.values() for each in d.reads() for c in each)

@@ -1,8 +1,8 @@
-"""Terms added over any indices, and slices of terms that do not materialise the whole terms."""
+"""Slices of terms that do not materialise the whole terms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from symjax_rewrite.ir.dataflow import node_of
@@ -13,31 +13,14 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise
 MOST_DEPTH = 64  # limit on elementwise steps in a chain computed at sliced indices
 
 
-def sizes_of(g: EGraph, refs: Sequence[Ref]) -> dict[Any, Any]:
-    """Return the size of each index that references read."""
-    return {i: s for r in refs for i, s in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
-
-
-def added(
-    g: EGraph, op: str, attr: Any, refs: Sequence[Ref], sizes: Mapping[Any, Any], dtype: str
-) -> Ref:
-    """Add a node without bound indices; return its value over the indices of its operands."""
-    used = sorted({i for r in refs for i in r.axes if i in sizes}, key=str)
-    local = {i: n for n, i in enumerate(used)}
-    args = tuple([Ref(r.cls, tuple([local.get(i, -1) for i in r.axes])) for r in refs])
-    made = g.add(op, attr, args, tuple([sizes[i] for i in used]), (), dtype)
-    return made.over(used)
-
-
 def sliced(g: EGraph, ref: Ref, index: int, entry: Any, size: int) -> Ref:
     """Return `size` elements of an index from `(start, stride)` on, or the element `entry`."""
     if index not in ref.axes:
         return ref
-    sizes = sizes_of(g, [ref]) | {index: size}
-    if isinstance(entry, int):
-        del sizes[index]
     attr = tuple([entry if i == index else None for i in ref.axes])
-    return added(g, SLICE, attr, [ref], sizes, g.classes[ref.cls].dtype)
+    arg = ref.moved(index, -1) if isinstance(entry, int) else ref
+    sizes = dict(zip(ref.axes, g.classes[ref.cls].sizes, strict=True)) | {index: size}
+    return g.term(SLICE, [arg], sizes, g.classes[ref.cls].dtype, attr=attr)
 
 
 def narrowed(
@@ -66,8 +49,7 @@ def narrowed(
                 narrowed(g, over(ref, a), index, start, size, opens, known, depth + 1)
                 for a in node.args
             ]
-            sizes = sizes_of(g, [ref]) | {index: size}
-            part = added(g, node.op, node.attr, refs, sizes, g.classes[ref.cls].dtype)
+            part = g.apply(node.op, node.attr, refs, g.classes[ref.cls].dtype)
         known[key] = part or sliced(g, ref, index, (start, 1), size)
     return known[key]
 

@@ -18,9 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from symjax_rewrite.ir.dataflow import Needed, live_classes, node_of, postorder
+from symjax_rewrite.ir.dataflow import (
+    Needed,
+    is_float_cast,
+    kind_of,
+    live_classes,
+    node_of,
+    postorder,
+)
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, is_cast
 from symjax_rewrite.kernel_selection.folds.extremum_ties import is_tie
@@ -37,7 +43,7 @@ def vanishing(g: EGraph, need: Needed) -> set[int]:
     at = _Samples(g)
     for cls in need.order:
         node = node_of(g, cls)
-        if dtype_kind(g.classes[cls].dtype) != "f" or node.bound:
+        if kind_of(g, cls) != "f" or node.bound:
             continue
         if node.op == MAP and node.attr[0] == "div" and _is_tie_count(g, node.args[1].cls):
             if at.cancels(node.args[0].cls):
@@ -101,20 +107,14 @@ class _Samples:
     def _is_opened(self, cls: int) -> bool:
         node = node_of(self.g, cls)
         large = POINTS ** (node.out + len(node.bound)) > MOST_ELEMENTS
-        if large or dtype_kind(self.g.classes[cls].dtype) != "f":
+        if large or kind_of(self.g, cls) != "f":
             return False
         if node.op == ADD:
             return all(1 / STEEPEST <= abs(k) <= STEEPEST for k in node.attr)
+        if is_float_cast(self.g, cls):  # exact arithmetic does not see it
+            return True
         powers = ("reciprocal", "integer_pow", "div")
-        return (
-            node.op == CONTRACT
-            or (node.op == MAP and node.attr[0] in powers)
-            or self._is_rounding(node)
-        )
-
-    def _is_rounding(self, node: Node) -> bool:
-        """Return True for a cast between floats, which exact arithmetic does not see."""
-        return is_cast(node) and dtype_kind(self.g.classes[node.args[0].cls].dtype) == "f"
+        return node.op == CONTRACT or (node.op == MAP and node.attr[0] in powers)
 
     def _random(self, cls: int) -> _Sample:
         shape = (POINTS,) * len(self.g.classes[cls].sizes)

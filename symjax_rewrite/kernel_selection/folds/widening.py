@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.ir.dataflow import Needed, cone, node_of
+from symjax_rewrite.ir.dataflow import Needed, cone, kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import held_dtype, is_half
@@ -137,7 +137,7 @@ def _reads_shift(
     if any(cls in need.outside and is_half(g.classes[cls].dtype) for cls in found):
         return True
     readers = {u for cls in found for u in users(cls)} - held
-    return any(dtype_kind(g.classes[u].dtype) == "f" for u in readers)
+    return any(kind_of(g, u) == "f" for u in readers)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
+from symjax_rewrite.ir.dataflow import Needed, is_computed_from, kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over
 from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed
 from symjax_rewrite.kernel_selection.norms.row_statistics import ProgramBuilder
@@ -69,17 +68,13 @@ def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> N
             return best
         axes.update(added)
         last = users[0]
-        open_ = [c for c in axes if c != last and (c in need.outside or _leaves(need, c, axes))]
-        if not open_:
+        inside = axes.keys() - {last}
+        if not any(c in need.outside or {*need.users.get(c, ())} - axes.keys() for c in inside):
             products = {c: a for c, a in axes.items() if c in by_class}
-            best = NormEpilogue(g, last, axes[last], set(axes) - {last}, products, rows)
+            best = NormEpilogue(g, last, axes[last], inside, products, rows)
         if last in need.outside:
             return best
     return best
-
-
-def _leaves(need: Needed, cls: int, inside: dict[int, tuple[int, ...]]) -> bool:
-    return any(u not in inside for u in need.users.get(cls, ()))
 
 
 def _joined(
@@ -94,7 +89,7 @@ def _joined(
     None means that the user must wait for other operands.
     """
     node = node_of(g, user)
-    if node.op not in (MAP, ADD, CONTRACT) or node.bound or not _is_real(g, user):
+    if node.op not in (MAP, ADD, CONTRACT) or node.bound or kind_of(g, user) not in "fb":
         return None
     count = len(g.classes[first.cls].sizes)
     if len(g.classes[user].sizes) != count:
@@ -113,11 +108,12 @@ def _joined(
         if a.cls in axes or node_of(g, a.cls).op == CONST:
             continue
         read = tuple(place[i] for i in a.axes)
-        if len(set(read)) < len(read) or not _is_real(g, a.cls):
+        if len(set(read)) < len(read) or kind_of(g, a.cls) not in "fb":
             return None
-        if a.cls in members:
-            if not _same_ends(first, members[a.cls], read):
-                return None
+        if (other := members.get(a.cls)) is not None:
+            rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
+            if (rows, ends) != (first.rows, first.ends):
+                return None  # the product has other rows and outputs
             added[a.cls] = read
         elif (
             is_computed_from(g, a.cls, axes)
@@ -126,13 +122,3 @@ def _joined(
         ):
             return None
     return added
-
-
-def _is_real(g: EGraph, cls: int) -> bool:
-    return dtype_kind(g.classes[cls].dtype) in "fb"
-
-
-def _same_ends(first: Normed, other: Normed, read: tuple[int, ...]) -> bool:
-    """Return True if another product, read so, has the rows and outputs of the first product."""
-    rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
-    return rows == first.rows and ends == first.ends

@@ -28,8 +28,10 @@ from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
 from symjax_rewrite.kernel_selection.norms.kernel_call import (
+    axes_of,
     columns_of,
     over_slots,
+    sizes_of,
     weight_of,
 )
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
@@ -79,10 +81,8 @@ class FrozenRoute:
     def run(self, emitter: Any) -> list[Any]:
         """Return every product as [rows, outputs]."""
         m = self.products[0].normed
-        g = emitter.t.graph
-        sizes = g.classes[m.x.cls].sizes
-        across = tuple(m.x.axes.index(i) for i in m.contracted)
-        down = tuple(s for s in range(len(sizes)) if s not in across)
+        g, sizes = emitter.t.graph, sizes_of(emitter, m.x.cls)
+        across, down = axes_of(m)
         value = _normalised(emitter, m, (*down, *across), sizes)
         value = value.reshape(-1, math.prod(sizes[s] for s in across)).astype(m.dtype)
         gain = columns_of(emitter, m.gain, across, sizes)
@@ -147,22 +147,15 @@ def _products(
     """Return value @ W for every weight, as one product where its result is small."""
     rows, width = value.shape
     node = node_of(g, products[0].cls)
-    dtype = g.classes[products[0].cls].dtype
+    dtype = np.dtype(g.classes[products[0].cls].dtype)
 
     def dot(w: Any) -> Any:
-        dimensions = (((1,), (0,)), ((), ()))
-        return lax.dot_general(
-            value, w, dimensions, precision=node.attr, preferred_element_type=np.dtype(dtype)
-        )
+        return lax.dot(value, w, precision=node.attr, preferred_element_type=dtype)
 
     if len(weights) == 1 or cut_share is None or 2 * rows * cut_share > width:
         return [dot(w) for w in weights]
     joined = dot(jnp.concatenate(weights, axis=1))
-    ends = np.cumsum([w.shape[1] for w in weights])
-    return [
-        lax.slice_in_dim(joined, int(end) - w.shape[1], int(end), axis=1)
-        for w, end in zip(weights, ends, strict=True)
-    ]
+    return jnp.split(joined, np.cumsum([w.shape[1] for w in weights[:-1]]), axis=1)
 
 
 class FrozenWeights:

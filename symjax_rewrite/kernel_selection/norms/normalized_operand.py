@@ -13,9 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import class_operands, is_computed_from, node_of, postorder
+from symjax_rewrite.ir.dataflow import (
+    class_operands,
+    is_computed_from,
+    is_float_cast,
+    kind_of,
+    node_of,
+    postorder,
+)
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import HALF, is_half
 from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
@@ -94,7 +100,7 @@ def opener(g: EGraph, is_full: Callable[[Ref], bool], scaled: bool = True) -> Su
     """
 
     def opens(ref: Ref, node: Node) -> bool:
-        opened = node.op == ADD or is_product(node) or is_cast(g, ref.cls)
+        opened = node.op == ADD or is_product(node) or is_float_cast(g, ref.cls)
         return opened and is_full(ref)
 
     def keeps(form: SumOfProducts, ref: Ref, node: Node, terms: list[ProductTerm]) -> bool:
@@ -129,14 +135,6 @@ def is_product(node: Node) -> bool:
     return all(len(set(a.axes)) == len(a.axes) for a in node.args)
 
 
-def is_cast(g: EGraph, cls: int) -> bool:
-    """Return True if a class is another floating-point class in another dtype."""
-    node = node_of(g, cls)
-    if node.op != MAP or node.attr[0] != "convert_element_type":
-        return False
-    return dtype_kind(g.classes[cls].dtype) == dtype_kind(g.classes[node.args[0].cls].dtype) == "f"
-
-
 def as_stored(g: EGraph, ref: Ref) -> Ref:
     """Return the value behind an exact cast to f32: a kernel widens its operands."""
     found = unwidened(g, ref)
@@ -159,18 +157,15 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
         return None
     reason = None
     for scaled in (False, True):
-        for side in (0, 1):
-            a, w = node.args[side], node.args[1 - side]
+        for a, w in (node.args, node.args[::-1]):
             found = _side(g, cls, node, a, w, cache, scaled)
-            if isinstance(found, Normed) and (scaled or _is_of_value(g, found)):
-                return found
-            reason = reason or (found if scaled else None)
+            if isinstance(found, Normed):
+                # Else the row factors are computed from a multiple of the value.
+                if scaled or any(is_computed_from(g, f.cls, (found.x.cls,)) for f in found.scale):
+                    return found
+            elif scaled:
+                reason = reason or found
     return reason
-
-
-def _is_of_value(g: EGraph, m: Normed) -> bool:
-    """Return True if the row factors are computed from the value itself, not a multiple."""
-    return any(is_computed_from(g, f.cls, (m.x.cls,)) for f in m.scale)
 
 
 def _side(
@@ -180,7 +175,7 @@ def _side(
     rows, ends = set(a.axes) - bound, set(w.axes) - bound
     if a.cls == w.cls or not bound <= set(a.axes) & set(w.axes) or rows & ends or not ends:
         return None
-    if any(len(set(r.axes)) < len(r.axes) for r in (a, w)) or not _floats(g, a, w):
+    if any(len(set(r.axes)) < len(r.axes) or kind_of(g, r.cls) != "f" for r in (a, w)):
         return None
 
     def is_full(ref: Ref) -> bool:
@@ -189,7 +184,7 @@ def _side(
             return False
         if rows:
             return bool(read & rows)
-        return has_sums(g, ref.cls, cache) or is_cast(g, ref.cls)
+        return has_sums(g, ref.cls, cache) or is_float_cast(g, ref.cls)
 
     form = opener(g, is_full, open_scaled)
     parts = form.terms(a)
@@ -202,10 +197,6 @@ def _side(
     if set(x.axes) != bound | rows or len(set(x.axes)) < len(x.axes):
         return "the norm is not over the contracted axes alone"
     return _collect(g, cls, x, w, parts, bound, form.opened)
-
-
-def _floats(g: EGraph, *refs: Ref) -> bool:
-    return all(dtype_kind(g.classes[r.cls].dtype) == "f" for r in refs)
 
 
 def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
@@ -236,14 +227,13 @@ def _collect(
     g: EGraph, cls: int, x: Ref, w: Ref, parts: list[ProductTerm], bound: set[int], opened: set[int]
 ) -> Normed | str:
     slot = {i: s for s, i in enumerate(x.axes)}
-    place = lambda f: Ref(f.cls, tuple(slot[i] for i in f.axes))  # noqa: E731
     gain: list[Column] = []
     shifts: list[Shift] = []
     scales: set[tuple[Ref, ...]] = set()
     for p in parts:
-        rows = tuple(sorted(place(f) for f in p.factors if not set(f.axes) & bound))
+        rows = tuple(sorted(f.over(slot) for f in p.factors if not set(f.axes) & bound))
         columns = [f for f in p.factors if set(f.axes) & bound and f != x]
-        columns = tuple(sorted(as_stored(g, place(f)) for f in columns))
+        columns = tuple(sorted(as_stored(g, f.over(slot)) for f in columns))
         if x in p.factors:
             scales.add(rows)
             gain.append(Column(p.coefficient, columns))
@@ -251,19 +241,24 @@ def _collect(
             shifts.append(Shift(p.coefficient, rows, columns))
     if len(scales) != 1:
         return "two row scales of one value are added"
-    node = node_of(g, cls)
-    contracted = tuple(i for i in x.axes if i in bound)
-    kept = tuple(i for i in x.axes if i not in bound)
-    ends = tuple(i for i in w.axes if i < node.out)
-    dtypes = {g.classes[a.cls].dtype for a in node.args}
-    if len(dtypes) != 1:
+    dtype, *others = {g.classes[a.cls].dtype for a in node_of(g, cls).args}
+    if others:
         return Obstacle.DTYPES("the operands of the product have two dtypes")
     if any(is_computed_from(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
         return "the statistics run over an axis that stays"
-    (scale,) = scales
-    between = frozenset(opened - {x.cls})
-    form = (scale, tuple(gain), tuple(shifts), between, dtypes.pop())
-    return Normed(cls, x, w, contracted, kept, ends, *form)
+    return Normed(
+        cls,
+        x,
+        w,
+        contracted=tuple(i for i in x.axes if i in bound),
+        rows=tuple(i for i in x.axes if i not in bound),
+        ends=tuple(i for i in w.axes if i not in bound),
+        scale=scales.pop(),
+        gain=tuple(gain),
+        shifts=tuple(shifts),
+        opened=frozenset(opened - {x.cls}),
+        dtype=dtype,
+    )
 
 
 def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> str | None:
@@ -277,7 +272,8 @@ def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool
         for arg in (over(ref, arg) for arg in node.args):
             if not is_full(arg):
                 continue
-            if node.op == MAP and not is_cast(g, ref.cls) and _is_normed(g, arg, bound, is_full):
+            is_map = node.op == MAP and not is_float_cast(g, ref.cls)
+            if is_map and _is_normed(g, arg, bound, is_full):
                 return Obstacle.ELEMENTWISE(
                     f"a nonlinearity ({node.attr[0]}) stands between the norm and the product"
                 )

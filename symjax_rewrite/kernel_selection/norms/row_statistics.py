@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.codegen.step_evaluation import elementwise
-from symjax_rewrite.ir.dataflow import is_computed_from, node_of
+from symjax_rewrite.ir.dataflow import is_computed_from, is_float_cast, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.step_program import Handler, Step, StepProgram, place_in, run
 from symjax_rewrite.ir.sum_of_products import SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     as_stored,
-    is_cast,
     is_product,
     opener,
 )
@@ -155,7 +154,7 @@ class ProgramBuilder(StepProgram):
 
         def opens(ref: Ref, node: Node) -> bool:
             inside = ref.cls != self.x.cls and bool(set(ref.axes) & bound)
-            return inside and (is_cast(self.g, ref.cls) or is_product(node))
+            return inside and (is_float_cast(self.g, ref.cls) or is_product(node))
 
         made = SumOfProducts(self.g, opens).product(args)
         return args if made is None else made[0].factors

@@ -40,6 +40,7 @@ from symjax_rewrite.ir.term import (
     Ref,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
 from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue, epilogue
@@ -91,7 +92,7 @@ class _NormSelection:
 
     def found(self, t: TermGraph, need: Needed) -> list[Found]:
         """Return the kernels and the refused candidates."""
-        uses: list[RouteUse] = []
+        refused: dict[str, RouteUse] = {}  # by reason
         groups: dict[tuple, list[Normed]] = {}
         cache: dict[int, bool] = {}
         for cls in need.order:
@@ -101,7 +102,7 @@ class _NormSelection:
             if isinstance(found, Normed):
                 groups.setdefault(found.key, []).append(found)
             elif found is not None:
-                note(uses, t, cls, False, found)
+                _refuse(refused, t, cls, found)
             if found is not None and self.kernels == "auto" and not self.device.runs_pallas:
                 break  # no kernel is taken: the reason is reported once, for the first class
         out: list[Found] = []
@@ -111,27 +112,22 @@ class _NormSelection:
                 use = RouteUse(NAME, True, reason, t.where(members[0].cls), seconds=seconds)
                 out += candidates(t, NAME, [(made, [use])])
             else:
-                note(uses, t, members[0].cls, False, reason, seconds)
-        return [*out, *refusals(uses)]
+                _refuse(refused, t, members[0].cls, reason, seconds)
+        return [*out, *refusals(refused.values())]
 
     def _group(
         self, t: TermGraph, need: Needed, members: list[Normed]
     ) -> tuple[list[NormRoute], str, Compared]:
         """Return the kernels of one normalised value, the reason, and the compared seconds."""
-        if self.kernels == "auto" and jax_internals.may_be_partitioned():
-            return (
-                [],
-                Obstacle.SHARDING("several devices: XLA might gather the kernel's operands"),
-                None,
-            )
-        if any(c in need.outside for c in members[0].opened):
-            return [], Obstacle.READER("the normalised value is itself a result"), None
-        if self.kernels == "auto" and not self.device.runs_pallas:
-            return (
-                [],
-                Obstacle.DEVICE("this kernel runs on GPUs; on a CPU it was not measured"),
-                None,
-            )
+        auto, why = self.kernels == "auto", ""
+        if auto and jax_internals.may_be_partitioned():
+            why = Obstacle.SHARDING("several devices: XLA might gather the kernel's operands")
+        elif any(c in need.outside for c in members[0].opened):
+            why = Obstacle.READER("the normalised value is itself a result")
+        elif auto and not self.device.runs_pallas:
+            why = Obstacle.DEVICE("this kernel runs on GPUs; on a CPU it was not measured")
+        if why:
+            return [], why, None
         parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
             part = _NormBuilder(t, served, exit_, need.known).part()
@@ -148,7 +144,7 @@ class _NormSelection:
         for route, numbers in zip(made, priced, strict=True):
             route.price = partial(kernel_cost, t, numbers)
         seconds, reason = self._compared(t, need, members, priced)
-        if self.kernels == "auto":
+        if auto:
             is_taken = margins.pays(*seconds, "norm", self.device)
             return made if is_taken else [], reason, seconds
         return made, _count(made, members), seconds
@@ -174,7 +170,7 @@ class _NormSelection:
         """
         d, x = self.device, members[0].x.cls
         size = partial(_bytes_of, t)
-        value = itemsize(members[0].dtype) * _elements(t, x)
+        value = itemsize(members[0].dtype) * elements(t, x)
         factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
         own = any(is_computed_from(t.graph, r.cls, (x,)) for r in factors)
         norm = (size(x) + value) / d.bytes_per_s + d.launch_s if own else 0.0
@@ -240,16 +236,12 @@ def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
 
 
 def _bytes_of(t: TermGraph, cls: int) -> int:
-    return itemsize(t.graph.classes[cls].dtype) * _elements(t, cls)
+    return itemsize(t.graph.classes[cls].dtype) * elements(t, cls)
 
 
 def _count(made: list[NormRoute], members: list[Normed]) -> str:
     kernels, products = len(made), len(members)
     return f"{kernels} kernel{'s' * (kernels > 1)} for {products} product{'s' * (products > 1)}"
-
-
-def _elements(t: TermGraph, cls: int) -> int:
-    return math.prod(map(t.number, t.graph.classes[cls].sizes))
 
 
 def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
@@ -262,20 +254,14 @@ def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]
     return bool(m.opened & read) or any(u not in inside for u in users)
 
 
-def note(
-    uses: list[RouteUse],
-    t: TermGraph,
-    cls: int,
-    taken: bool,
-    reason: str,
-    seconds: Compared = None,
+def _refuse(
+    refused: dict[str, RouteUse], t: TermGraph, cls: int, reason: str, seconds: Compared = None
 ) -> None:
-    """Record a candidate at a class; equal reasons count as one entry."""
-    for use in uses:
-        if (use.taken, use.reason) == (taken, reason):
-            use.count += 1
-            return
-    uses.append(RouteUse(NAME, taken, reason, t.where(cls), seconds=seconds))
+    """Record a refused candidate at a class; equal reasons count as one entry."""
+    if reason in refused:
+        refused[reason].count += 1
+    else:
+        refused[reason] = RouteUse(NAME, False, reason, t.where(cls), seconds=seconds)
 
 
 def _exits(
@@ -305,11 +291,13 @@ def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[No
     x = parts[0].members[0].x.cls
     operands = class_operands(g)
     before = cone([x, *common, *need.known], operands)
-    early = [p for p in parts if all(_is_light(g, c) for c in cone(p.needs(), operands) - before)]
-    late = [[p] for p in parts if not any(p is e for e in early)]
     groups: dict[tuple, list[NormPart]] = {}
-    for p in early:
-        groups.setdefault(p.spec.of_x, []).append(p)
+    late: list[list[NormPart]] = []
+    for p in parts:
+        if all(_is_light(g, c) for c in cone(p.needs(), operands) - before):
+            groups.setdefault(p.spec.of_x, []).append(p)
+        else:
+            late.append([p])
     cuts = range(0, len(parts), MOST_PARTS)
     return [c for ps in groups.values() for k in cuts if (c := ps[k : k + MOST_PARTS])] + late
 
@@ -358,9 +346,11 @@ class _NormBuilder:
 
     def part(self) -> NormPart | str:
         m, b = self.first, self.program
-        if 0 in self.sizes or 0 in self._sizes_of(m.ends):
+        classes = self.t.graph.classes
+        ends = [classes[w.cls].sizes[i] for w in self.members for i in w.ends]
+        if 0 in self.sizes or 0 in ends:
             return "an axis is empty"
-        if any(not isinstance(s, int) for s in (*self._summed(), *self._sizes_of(m.ends))):
+        if not all(isinstance(n, int) for n in (*ends, *(self.sizes[s] for s in self.slots))):
             return "the number of features is a name"
         if b.centred and not b.is_of_mean(self.moved()):
             return "the value subtracted is not the mean: digits would be lost after the product"
@@ -400,41 +390,37 @@ class _NormBuilder:
         value = b.plus((1.0, b.times(scale, b.plus(*inner))), *outer)
         return b.add("cast", None, (value,), self.t.graph.classes[m.cls].dtype)
 
-    def _summed(self) -> list[Any]:
-        return [self.sizes[s] for s in self.slots]
-
-    def _sizes_of(self, indices: Iterable[int]) -> list[Any]:
-        """Return the sizes of indices of every product's result."""
-        return [self.t.graph.classes[m.cls].sizes[i] for m in self.members for i in indices]
-
     def _finished(
         self, steps: tuple[Step, ...], root: int, sides: tuple, gain: int | None
     ) -> NormPart:
         g, m, operands = self.t.graph, self.first, self.program.operands
-        centred = self.program.centred
-        shift = len(self.given)
-        place = {"given": 0, "ends": shift}
+        centred, given = self.program.centred, len(self.given)
+        place = {"given": 0, "ends": given}
         steps = tuple(
             s._replace(kind="ends", data=s.data + place[s.kind]) if s.kind in place else s
             for s in steps
         )
-        dtype = lambda r: g.classes[r.cls].dtype  # noqa: E731
-        key = (key_of(steps), root, sides)
-        outputs = math.prod(int(g.classes[m.cls].sizes[i]) for i in m.ends)  # pyright: ignore[reportArgumentType]
-        accumulator = "float64" if dtype(m.x) == "float64" or m.dtype == "float64" else "float32"
+
+        def dtypes(refs: Iterable[Ref]) -> tuple[str, ...]:
+            return tuple(g.classes[r.cls].dtype for r in refs)
+
+        (pair,) = dtypes([m.x])
+        accumulator = "float64" if "float64" in (pair, m.dtype) else "float32"
         across, down = axes_of(m)
         spec = NormSpec(
             math.prod(n for s, n in enumerate(self.sizes) if s not in self.slots),
             self.count,
-            outputs,
-            pairs=(dtype(m.x),),
+            math.prod(self.t.number(g.classes[m.cls].sizes[i]) for i in m.ends),
+            pairs=(pair,),
             weights=(m.dtype,) * len(self.members),
             columns=tuple(self._column_dtype(c) for c in self.columns),
-            row_vectors=tuple(dtype(r) for r in operands["rows"]),
-            ends=(accumulator,) * shift + tuple(dtype(r) for r in operands["ends"]),
-            fulls=tuple(dtype(r) for r in operands["fulls"]),
+            row_vectors=dtypes(operands["rows"]),
+            ends=(accumulator,) * given + dtypes(operands["ends"]),
+            fulls=dtypes(operands["fulls"]),
             left=RowProgram(_left(sides, centred), ("left", sides, centred)),
-            finish=RowProgram(program(steps, root, self.t.primitives, sides), key),
+            finish=RowProgram(
+                program(steps, root, self.t.primitives, sides), (key_of(steps), root, sides)
+            ),
             dtype=g.classes[self.exit.cls].dtype,
             centred=centred,
             gain=gain,

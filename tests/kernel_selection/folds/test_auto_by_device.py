@@ -11,6 +11,8 @@ from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES, device_profile, known_device
 from symjax_rewrite.pallas_kernels.backend import gpu_at_hand, planning_for
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 KERNELS = ("b200", "h200", "h100", "a100", "l4")
 NO_KERNELS = ("t4", "v100")
 B, H, T = 4, 16, 4096
@@ -64,11 +66,6 @@ def kernels_of(jaxpr):
         inner = [kernels_of(b.jaxpr) for b in jax_internals.bodies(eqn)]
         count += max(inner, default=0) if branches else sum(inner)
     return count
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 @pytest.mark.parametrize("device", KERNELS)

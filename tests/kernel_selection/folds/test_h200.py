@@ -161,7 +161,11 @@ def launches(compiled) -> list[str]:
 
 
 CASES = [("always", *case) for case in CASES]
-CASES += [("triton", f, 64, "bfloat16") for f in SPELLINGS]
+BY_NAME = {plain, mask, grouped, with_lse}
+CASES += [
+    pytest.param("triton", f, 64, "bfloat16", marks=[pytest.mark.sweep] * (f not in BY_NAME))
+    for f in SPELLINGS
+]
 
 
 @pytest.mark.parametrize(

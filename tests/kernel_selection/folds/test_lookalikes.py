@@ -321,4 +321,6 @@ def test_values_of_fold_lookalikes_are_kept(fun):
 )
 def test_probabilities_that_are_needed_are_made(fun):
     routes = sym_optimize(fun, kernels="always").explain(*arrays()).routes
-    assert not any(r.taken for r in routes if r.name == "fold"), routes
+    folds = [r for r in routes if r.name == "fold"]
+    assert not any(r.taken for r in folds), folds
+    assert any("pairwise term" in r.reason for r in folds), folds

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.kernel_selection.folds.clustering import Scope, clusters
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def spec(*shape):
@@ -18,11 +20,6 @@ def spec(*shape):
 def takes_fold(fun, *shapes):
     report = sym_optimize(fun, device="cpu").explain(*(spec(*s) for s in shapes))
     return any(r.taken for r in report.routes if r.name == "fold")
-
-
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def residual(y, u, v):

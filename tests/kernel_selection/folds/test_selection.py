@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.fold.fold import fold
 from symjax_rewrite.pallas_kernels.fold.reference import result_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import ColumnSums, FoldSpec, Sums
@@ -86,19 +86,21 @@ def test_lengths_of_64_bits():
 def test_folds_in_other_dtypes(fun, dtype):
     with jax.enable_x64(dtype == "float64"):
         x, y = (jnp.asarray(draw(n, D) * 0.5, dtype) for n in (70, 90))
-        ours, theirs = (f(x, y) for f in (sym_optimize(fun, kernels="always"), fun))
+        ours, theirs = (f(x, y) for f in (sym_optimize(fun, kernels="always"), jax.jit(fun)))
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = (np.asarray(jax.tree.leaves(x)[0], np.float64) for x in (ours, theirs))
         np.testing.assert_allclose(a, b, rtol={"float64": 1e-12}.get(dtype, 2e-2), atol=2e-2)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nonfinite_inputs_give_the_same_results(bad):
-    x, y = draw(40, D), draw(50, D).at[3].set(bad)
-    for program in (log_sum_exp, lambda x, y: ((x @ y.T).max(-1), jnp.argmax(x @ y.T, -1))):
-        ours, theirs = (f(x, y) for f in (sym_optimize(program, kernels="always"), program))
-        jax.tree.map(np.testing.assert_allclose, ours, theirs)
+@pytest.mark.parametrize(
+    "program", [log_sum_exp, lambda x, y: ((x @ y.T).max(-1), jnp.argmax(x @ y.T, -1))]
+)
+def test_nonfinite_inputs_give_the_same_results(program):
+    routed, written = sym_optimize(program, kernels="always"), jax.jit(program)
+    for bad in (np.nan, np.inf, -np.inf):
+        x, y = draw(40, D), draw(50, D).at[3].set(bad)
+        jax.tree.map(np.testing.assert_allclose, routed(x, y), written(x, y))
 
 
 def test_integers_wrap_and_compare_as_written():
@@ -125,18 +127,19 @@ def test_integers_are_multiplied_and_added_up_as_integers():
     np.testing.assert_array_equal(routed(x, y, w), fun(x, y, w))
 
 
-@pytest.mark.parametrize("label", [-1, -M - 1, M, 0])
 @pytest.mark.parametrize("mode", ["fill", "clip"])
-def test_labels_out_of_range(label, mode):
+def test_labels_out_of_range(mode):
     def fun(h, w, label):
         logits = jnp.exp(h @ w)
         chosen = jnp.take_along_axis(logits, label[:, None], 1, mode=mode)[:, 0]
         return jnp.log(logits.sum(-1)), chosen
 
-    args = draw(N, D), draw(D, M) * 0.3, jnp.full((N,), label, jnp.int32)
-    routed = sym_optimize(fun, kernels="always")
-    assert [r.taken for r in routed.explain(*args).routes if r.name == "fold"] == [True]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), routed(*args), fun(*args))
+    routed, written = sym_optimize(fun, kernels="always"), jax.jit(fun)
+    for label in (-1, -M - 1, M, 0):
+        args = draw(N, D), draw(D, M) * 0.3, jnp.full((N,), label, jnp.int32)
+        assert [r.taken for r in routed.explain(*args).routes if r.name == "fold"] == [True]
+        for ours, theirs in zip(routed(*args), written(*args), strict=True):
+            np.testing.assert_allclose(ours, theirs, 1e-5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
@@ -146,14 +149,12 @@ def test_small_and_empty(size):
     np.testing.assert_allclose(routed(x, y), log_sum_exp(x, y), 1e-6)
 
 
-def test_small_sizes_are_left_alone(monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+def test_small_sizes_are_left_alone(one_device):
     x = jax.ShapeDtypeStruct((256, D), jnp.float32)
     assert not [r for r in sym_optimize(log_sum_exp).explain(x, x).routes if r.taken]
 
 
-def test_large_sizes_are_taken(monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+def test_large_sizes_are_taken(one_device):
     x = jax.ShapeDtypeStruct((1 << 14, D), jnp.float32)
     report = sym_optimize(log_sum_exp, device="cpu").explain(x, x)
     assert [r.taken for r in report.routes if r.name == "fold"] == [True]
@@ -190,7 +191,7 @@ def test_the_first_of_a_sorted_row_are_those_of_a_sort():
         x = x.astype(dtype)
         routed = sym_optimize(fun, kernels="always")
         assert [r.taken for r in routed.explain(x).routes if r.name == "fold"] == [True]
-        for ours, written in zip(routed(x), fun(x), strict=True):
+        for ours, written in zip(routed(x), jax.jit(fun)(x), strict=True):
             assert ours.dtype == written.dtype
             ours, written = np.asarray(ours, np.float64), np.asarray(written, np.float64)
             np.testing.assert_array_equal(ours, written)
@@ -251,8 +252,8 @@ def test_gathered_score_of_a_single_row_is_unchanged():
 
     args = draw(D), draw(D, N), jnp.int32(3)
     f = sym_optimize(surprise, kernels="always", on_unsupported="error")
-    assert_equivalent(f, surprise, *args)
-    assert_equivalent(jax.grad(f), jax.grad(surprise), *args)
+    assert_equivalent(f, jax.jit(surprise), *args)
+    assert_equivalent(jax.jit(jax.grad(f)), jax.jit(jax.grad(surprise)), *args)
 
 
 def test_pairs_are_not_made_twice():
@@ -320,11 +321,7 @@ def test_folds_state_the_dtypes_of_their_tiles_and_results(monkeypatch):
 
 
 @pytest.mark.parametrize(("queries", "keys", "taken"), [(8192, 512, False), (8192, 8192, True)])
-def test_scores_that_lie_where_others_lay_take_no_memory(monkeypatch, queries, keys, taken):
-    monkeypatch.setattr(
-        jax_internals, "may_be_partitioned", lambda: False
-    )  # one CPU, as users have
-
+def test_scores_that_lie_where_others_lay_take_no_memory(one_device, queries, keys, taken):
     def smooth(x, y, v):
         weights = jnp.exp(-0.5 * ((x**2).sum(-1)[:, None] - 2 * x @ y.T + (y**2).sum(-1)))
         return weights @ v / weights.sum(-1, keepdims=True)
@@ -334,9 +331,7 @@ def test_scores_that_lie_where_others_lay_take_no_memory(monkeypatch, queries, k
     assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
 
 
-def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
-
+def test_sums_over_the_features_of_a_pair_are_slow_as_written(one_device):
     def differences(x, y):
         return jnp.sum(jnp.abs(x[:, None] - y[None, :]), axis=-1).min(-1)
 
@@ -354,9 +349,7 @@ def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
     [((32, 64), (128, 300), False), ((2, 8192), (2, 8192), True)],
     ids=["many small pairs", "few large ones"],
 )
-def test_small_products_have_a_price_of_their_own(monkeypatch, queries, documents, taken):
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
-
+def test_small_products_have_a_price_of_their_own(one_device, queries, documents, taken):
     def late_interaction(q, d):
         return jnp.einsum("qid,kjd->qkij", q, d).max(-1).sum(-1)
 
@@ -374,5 +367,5 @@ def test_row_algebra_reads_an_operand_of_a_fold_that_runs_apart():
 
     optimised = sym_optimize(sharpness, kernels="always", on_unsupported="error")
     args = draw(8, D), draw(9, D, seed=1)
-    ours, theirs = (jax.grad(f, (0, 1))(*args) for f in (optimised, sharpness))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), ours, theirs)
+    ours, theirs = (jax.jit(jax.grad(f, (0, 1))) for f in (optimised, sharpness))
+    assert_equivalent(ours, theirs, *args, rtol=2e-5)

@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import softmax
 
-from tests.kernel_selection.folds.spellings import TRIL, B, D, H, T, dot, heads_first, out, spelling
+from tests.kernel_selection.folds.spellings import (
+    LEAST,
+    TRIL,
+    B,
+    D,
+    H,
+    T,
+    dot,
+    heads_first,
+    out,
+    spelling,
+)
 
 PLACE = np.arange(T)
 
@@ -140,6 +151,35 @@ def padding_on_both_sides(q, k, v):
     there = np.array([[9], [T]]) > PLACE
     seen = TRIL[None] * there[:, :, None] * there[:, None]
     return out(softmax(jnp.where(seen[:, None], dot(q, k), -1e9)), v)
+
+
+@spelling
+def bias_of_distances(q, k, v):
+    slopes = 2.0 ** -jnp.arange(1, H + 1)[:, None, None]
+    return out(softmax(dot(q, k) - slopes * np.abs(PLACE[:, None] - PLACE)), v)
+
+
+@spelling
+def causal_with_fewer_keys(q, k, v):
+    k, v = k[:, :17], v[:, :17]
+    return out(softmax(jnp.where(TRIL[:, :17], dot(q, k), -jnp.inf)), v)
+
+
+@spelling
+def rows_without_keys_as_means(q, k, v):
+    return out(softmax(jnp.where(PLACE[:, None] > 3, dot(q, k), LEAST)), v)
+
+
+@spelling
+def masked_queries(q, k, v):
+    shown = (PLACE < 15).astype(np.float32)[:, None]
+    return out(softmax(dot(q, k) + (1 - shown) * -1e9), v)
+
+
+@spelling
+def masked_without_a_shift(q, k, v):
+    e = jnp.exp(dot(q, k) / 4 + (1 - TRIL.astype(np.float32)) * -1e9)
+    return out(e / e.sum(-1, keepdims=True), v)
 
 
 # ------------------------------------------------------------------ caches

@@ -10,21 +10,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 
 pytestmark = [
+    pytest.mark.usefixtures("one_device"),
     pytest.mark.lowering,
     # Pallas-Triton is deprecated from jax 0.11 on, and still there
     pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning"),
 ]
 
 K, H, HEADS = 1024, 4096, 256  # width, hidden units, width of the shared keys and values
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """As on a machine with one device."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def norm(x, g):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import KernelError
 from tests.fuzz.check import Mode, check_function
 
@@ -320,13 +320,7 @@ def with_residual(x, g, w):
     return y + y @ w
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """As on a machine with one device."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_taken_on_a_gpu_where_rows_are_few(rows):
     (found,) = routes(layer_of, *big(rows), device="h200")
@@ -334,7 +328,7 @@ def test_taken_on_a_gpu_where_rows_are_few(rows):
     assert "faster" in found.reason
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     ("f", "rows", "device", "reason"),
     [

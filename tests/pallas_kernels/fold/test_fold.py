@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -93,26 +94,36 @@ def test_auto_runs_here(case):
     check(case, fold)
 
 
+RUNS = {"xla": fold_xla, "triton": partial(fold_triton, interpret=True)}
+
+
+def beside_wide(spec, wide, *operands):
+    """Results of a fold on each backend, and of the wide fold by the definition."""
+
+    @jax.jit
+    def run(*xs):
+        wanted = fold_reference(wide, *(x.astype(jnp.float32) for x in xs))
+        return [kernel(spec, *xs) for kernel in RUNS.values()], wanted
+
+    return run(*operands)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["xla", "triton"])
-def test_half_precision(dtype, name):
+def test_half_precision(dtype):
     spec = forward(Attention(1, 48, 64, 2, 32, groups=2, causal=True, dtype=dtype))
     rng = np.random.default_rng(0)
     operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
     wide = replace(forward(Attention(1, 48, 64, 2, 32, groups=2, causal=True)))
-    want = fold_reference(wide, *(x.astype(jnp.float32) for x in operands))
-    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
-    got = run(spec, *operands)
-    assert got[0].dtype == dtype
-    assert got[1].dtype == jnp.float32
+    found, want = beside_wide(spec, wide, *operands)
     tolerance = 2e-2 if dtype == "bfloat16" else 3e-3
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=tolerance, rtol=tolerance)
+    for got in found:
+        assert (got[0].dtype, got[1].dtype) == (dtype, jnp.float32)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.float32(x), y, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["xla", "triton"])
-def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype, name):
+def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype):
     spec = forward(Attention(1, 48, 64, 2, 32, dtype=dtype))
     (sums,) = spec.outputs
     assert isinstance(sums, ExpSums)
@@ -121,19 +132,18 @@ def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype, name):
     rng = np.random.default_rng(0)
     operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
     wide = replace(forward(Attention(1, 48, 64, 2, 32)), epilogue=None)
-    want = fold_reference(wide, *(x.astype(jnp.float32) for x in operands))
-    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
-    for x, y in zip(run(spec, *operands)[0], want[0], strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
+    found, want = beside_wide(spec, wide, *operands)
+    for got in found:
+        for x, y in zip(got[0], want[0], strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["xla", "triton"])
+@pytest.mark.parametrize("name", RUNS)
 def test_nan_stays_in_its_rows(name):
     spec = forward(Attention(1, 32, 32, 1, 16))
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=spec.shape(n)), jnp.float32) for n in range(3))
-    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
-    out, lse = run(spec, q.at[0, 3, 0, 0, 0].set(jnp.nan), k, v)
+    out, lse = jax.jit(partial(RUNS[name], spec))(q.at[0, 3, 0, 0, 0].set(jnp.nan), k, v)
     broken = np.isnan(np.asarray(out)).any((0, 2, 3, 4))
     assert list(np.flatnonzero(broken)) == [3]
     assert list(np.flatnonzero(np.isnan(np.asarray(lse)[0, 0, 0]))) == [3]
@@ -164,10 +174,16 @@ def test_kernels_sum_rows_and_columns_in_turn(band):
 
     spec = replace(case.spec, band=band, tile=replace(inner, fun=inside, key=(inner.key, band)))
     operands = case.make(spec)
-    want, blocks = fold_reference(spec, *operands), TritonBlocks(16, 16, chunk=64)
-    for numbers, part in one_way(spec):
-        assert supports(part)
-        got = fold_triton(part, *operands, blocks=blocks, interpret=True)
+    blocks, parts = TritonBlocks(16, 16, chunk=64), one_way(spec)
+    assert all(supports(part) for _, part in parts)
+
+    @jax.jit
+    def run(*xs):
+        kernels = [fold_triton(p, *xs, blocks=blocks, interpret=True) for _, p in parts]
+        return kernels, fold_reference(spec, *xs)
+
+    found, want = run(*operands)
+    for (numbers, _), got in zip(parts, found, strict=True):
         for number, results in zip(numbers, got, strict=True):
             for x, y in zip(results, want[number], strict=True):
                 np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
@@ -198,16 +214,15 @@ def test_f64():
         assert not supports(spec)
 
 
-@pytest.mark.parametrize("name", ["xla", "triton"])
+@pytest.mark.parametrize("name", RUNS)
 def test_lengths_of_64_bits(name):
-    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
     case = next(c for c in CASES if c.name == "length of a cache")
     operands = (*case.spec.operands[:3], replace(case.spec.operands[3], dtype="int64"))
     arrays = (*case.make(case.spec)[:3], np.array([2**40, 7, 2**31], np.int64))
     spec = replace(case.spec, operands=operands)
     case = replace(case, spec=spec, make=lambda spec: arrays)
     with jax.enable_x64(True):
-        check(case, run)
+        check(case, RUNS[name])
 
 
 def test_vmap():

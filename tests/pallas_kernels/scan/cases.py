@@ -140,7 +140,7 @@ def naive_plain(**options: Any) -> Callable[..., list[np.ndarray]]:
     return run
 
 
-def plain_case(name: str, length: int = 37, state: tuple[int, ...] = (5,), **options: Any):
+def plain_case(name: str, length: int = 23, state: tuple[int, ...] = (5,), **options: Any):
     axes = ("t", *map(str, range(len(state))))
     spec = plain(length, state, axes, axes, last=True, **options)
     options = {k: v for k, v in options.items() if k in ("kind", "reverse")}
@@ -173,7 +173,7 @@ def selective_case(name: str, *sizes: Any, **options: Any) -> ScanCase:
 def _shared_decay() -> ScanCase:
     """A constant decay per channel, time last in both operand and result, read as |h before|²."""
     spec = ScanSpec(
-        sizes=(("t", 45), ("b", 3), ("d", 4)),
+        sizes=(("t", 25), ("b", 3), ("d", 4)),
         time="t",
         state=("b", "d"),
         operands=(Operand(("d",)), Operand(("b", "d", "t"))),
@@ -185,8 +185,8 @@ def _shared_decay() -> ScanCase:
     )
 
     def naive(a: Any, b: Any) -> list[np.ndarray]:
-        a, b = wide(a), wide(b) * (np.arange(45) % 2)
-        h, _ = states(45, lambda t, h: a * h + b[..., t], np.zeros((3, 4)))
+        a, b = wide(a), wide(b) * (np.arange(25) % 2)
+        h, _ = states(25, lambda t, h: a * h + b[..., t], np.zeros((3, 4)))
         before = np.concatenate([np.zeros((1, 3, 4)), h[:-1]])
         return [np.moveaxis(before * h, 0, 2), h.sum((1, 2))]
 
@@ -236,11 +236,11 @@ CASES = [
     plain_case("complex", dtype="complex64", start=True),
     _shared_decay(),
     _unit(),
-    selective_case("selective", 2, 50, 12, 4),
-    selective_case("selective, groups", 1, 33, 12, 5, groups=3, last=True, start=True),
+    selective_case("selective", 2, 26, 12, 4),
+    selective_case("selective, groups", 1, 17, 12, 5, groups=3, last=True, start=True),
     selective_case(
         "selective, all parts",
-        2, 70, 24, 16,
+        2, 30, 24, 16,
         skip=True, gate=True, bias=True, softplus=True, start=True, last=True,
     ),
 ]  # fmt: skip

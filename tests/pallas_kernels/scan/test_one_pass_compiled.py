@@ -32,6 +32,7 @@ from tests.pallas_kernels.scan.triton_interpreter import INTERPRETED, overflowin
 
 pytestmark = [
     pytest.mark.lowering,
+    pytest.mark.compiled,
     pytest.mark.skipif(
         importlib.util.find_spec("jax_triton") is None,
         reason="needs jax-triton: make test-aot, or pip install jax-triton triton",

@@ -43,7 +43,7 @@ def test_reference_is_the_naive_formula(case):
 
 
 @by_case
-@pytest.mark.parametrize("steps", [1, 7, 64])
+@pytest.mark.parametrize("steps", [1, 7, 32])
 def test_xla_backend_agrees_with_the_reference(case, steps):
     check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=steps))
 
@@ -55,7 +55,7 @@ def test_sequential_backend_agrees_with_the_reference(case):
 
 @by_case
 def test_tree_agrees_with_the_reference(case):
-    check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=24, tree=True))
+    check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=12, tree=True))
 
 
 def test_a_tree_survives_decays_that_overflow():
@@ -84,8 +84,7 @@ def test_scan_of_no_steps_is_empty(case):
     sizes = tuple((a, 0 if a == "t" else n) for a, n in case.spec.sizes)
     spec = replace(case.spec, sizes=sizes)
     operands = [jnp.ones(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
-    for run in (scan_reference, scan):
-        got = run(spec, *operands)
+    for got in jax.jit(lambda *xs: (scan_reference(spec, *xs), scan(spec, *xs)))(*operands):
         assert [(x.shape, str(x.dtype)) for x in got] == list(result_shapes(spec))
         if spec.last and spec.start is not None:
             np.testing.assert_array_equal(got[-1], 1)
@@ -184,10 +183,11 @@ def test_a_backward_pass_is_differentiated_itself(length, reverse):
         def slope(*xs):
             return sum(jnp.sum(jnp.sin(x)) for x in jax.grad(loss, (0, 1, 2))(*xs))
 
-        return *jax.grad(slope, (0, 1, 2))(*operands), jax.jvp(slope, operands, operands)[1]
+        return lambda *xs: (*jax.grad(slope, (0, 1, 2))(*xs), jax.jvp(slope, xs, xs)[1])
 
-    got = second(lambda spec, *xs: differentiable_scan(spec, "xla", *xs))
-    for x, y in zip(got, second(scan_reference), strict=True):
+    ours = second(lambda spec, *xs: differentiable_scan(spec, "xla", *xs))
+    both = jax.jit(lambda *xs: (ours(*xs), second(scan_reference)(*xs)))
+    for x, y in zip(*both(*operands), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
