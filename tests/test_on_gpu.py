@@ -1,6 +1,7 @@
 """Measuring on a GPU, without one: every part runs dry, and the fit finds known profiles again."""
 
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -198,6 +199,8 @@ TRUTH = {
     "bytes_per_s": 3e12,
     "flops_per_s.bfloat16": 6e14,
     "norms.kernel_share": 0.4,
+    "norms.scaled_share": 0.2,
+    "norms.drawn": 2.5,
     "folds.kernel_share": 0.3,
     "scans.kernel_instructions": 7.0,
     "scans.step_latency_s": 2e-8,
@@ -209,11 +212,9 @@ def made_records(device: Device) -> list[Any]:
     """What a device with a known profile would measure at the sizes of the parts."""
     facts = [{"kind": "copy", "bytes": 4 * n} for n in norms.COPIED]
     facts += [{"kind": "product bfloat16", "side": 8192, "dtype": "bfloat16"}]
-    facts += [
-        {"kind": "norm", "layer": norms.dataclasses.asdict(norms.layer(m, n))}
-        for m in norms.ROWS
-        for n in norms.OUTPUTS
-    ]
+    for m, n, gain in itertools.product((1, 4096), (1024, 14336), (False, True)):
+        known = norms.case(norms.layer(m, n, gain=gain), None, dry=False).facts
+        facts += [{**known, "cut": cut} for cut in [*known["forms"].values()][:2]]
     facts += [
         {"kind": "attention", "shape": norms.dataclasses.asdict(s)} for s in attention.SHAPES[:5]
     ]

@@ -30,10 +30,12 @@ from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.pallas_kernels.fold.attention import forward as attention_spec
+from symjax_rewrite.pallas_kernels.norm.cost import FIGURES
+from symjax_rewrite.pallas_kernels.norm.cost import seconds as norm_seconds
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear
 from symjax_rewrite.pallas_kernels.norm.layer import forward as norm_spec
-from symjax_rewrite.pallas_kernels.norm.norm_linear import seconds_on_gpu as norm_seconds
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
+from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.scan.scan import seconds_by_backend as scan_seconds
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as scan_spec
@@ -70,7 +72,7 @@ ORDER = (
     (Field("launch_s", ("copy",)), Field("bytes_per_s", ("copy",))),
     (Field("flops_per_s.bfloat16", ("product bfloat16",)),),
     (Field("flops_per_s.tf32", ("product float32",)),),
-    (Field("norms.kernel_share", ("norm",)),),
+    tuple(Field(path, ("norm",)) for path in FIGURES if path.startswith("norms.")),
     (Field("folds.kernel_share", ("attention",)),),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
     (Field("scans.one_pass_instructions", ("one-pass scan",)),),
@@ -117,14 +119,19 @@ def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
     """Yield the measured cases that a model predicts.
 
     `contestant` of a record's facts is the one of its kind, `others` are those of further kinds.
+    The `forms` of a norm's kernel are contestants of its kind, with their block sizes.
     """
     for record in records:
         facts = record["facts"]
         kind = facts["kind"] + (f" {facts['dtype']}" if facts["kind"] == "product" else "")
-        for name, one in {kind: facts.get("contestant"), **facts.get("others", {})}.items():
+        seen = [(facts.get("contestant"), {"kind": kind})]
+        seen += [(one, {"kind": name}) for name, one in facts.get("others", {}).items()]
+        if "forms" in facts:
+            seen = [(one, {"kind": kind, "cut": cut}) for one, cut in facts["forms"].items()]
+        for one, about in seen:
             found = record["contestants"].get(one, {})
             if "median_s" in found:
-                yield Observation(record["case"], {**facts, "kind": name}, found["median_s"])
+                yield Observation(record["case"], {**facts, **about}, found["median_s"])
 
 
 def predicted(device: Device, one: Observation) -> float:
@@ -140,7 +147,7 @@ def predicted(device: Device, one: Observation) -> float:
             return max(work, moved) + device.launch_s
         case "norm":
             group = NormGroup((norm_spec(NormLinear(**facts["layer"])),))
-            return norm_seconds(group, device)
+            return norm_seconds(group, NormBlocks(**facts["cut"]), device)
         case "attention":
             spec = attention_spec(attention.Shape(**facts["shape"]).attention)
             route = FoldRoute(spec, "triton", [], {}, None, [])

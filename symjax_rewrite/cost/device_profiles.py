@@ -164,6 +164,8 @@ GPU_SOURCES = {
     "folds.kernel_share": "published, of an H100 and an A100",
     "folds.block_s": "estimate",
     "norms.kernel_share": "estimate",
+    "norms.scaled_share": "estimate",
+    "norms.drawn": "estimate",
     "scans.kernel_instructions": "estimate",
     "scans.one_pass_instructions": "estimate",
     "scans.step_latency_s": "estimate",

@@ -30,6 +30,9 @@ BACKENDS = {
     "small blocks": functools.partial(
         norm_triton, interpret=True, blocks=NormBlocks(16, 16, 16, 4, 2)
     ),
+    "splits": functools.partial(
+        norm_triton, interpret=True, blocks=NormBlocks(16, 32, 16, 4, 2, splits=4)
+    ),
 }
 # Small programs: most of their time is LLVM's.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
