@@ -202,6 +202,8 @@ TRUTH = {
     "norms.scaled_share": 0.2,
     "norms.drawn": 2.5,
     "folds.kernel_share": 0.3,
+    "folds.library_share": 0.8,
+    "folds.mosaic_share": 0.7,
     "scans.kernel_instructions": 7.0,
     "scans.step_latency_s": 2e-8,
     "scans.one_pass_instructions": 8.0,
@@ -216,7 +218,9 @@ def made_records(device: Device) -> list[Any]:
         known = norms.case(norms.layer(m, n, gain=gain), None, dry=False).facts
         facts += [{**known, "cut": cut} for cut in [*known["forms"].values()][:2]]
     facts += [
-        {"kind": "attention", "shape": norms.dataclasses.asdict(s)} for s in attention.SHAPES[:5]
+        {"kind": kind, "shape": norms.dataclasses.asdict(s)}
+        for kind in attention.KINDS.values()
+        for s in attention.SHAPES[:5]
     ]
     sizes = [{"batch": b, "length": n, "channels": 2048, "states": 16} for b, n in scans.SHAPES]
     sizes.append({"batch": 1, "length": 4096, "channels": 16, "states": 1})

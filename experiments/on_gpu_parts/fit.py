@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu_parts import attention, measuring
+from on_gpu_parts.attention import KINDS as ATTENTIONS
 
 from symjax_rewrite.cost.device_profiles import (
     COPY_SHARE,
@@ -30,6 +31,7 @@ from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.pallas_kernels.fold.attention import forward as attention_spec
+from symjax_rewrite.pallas_kernels.fold.cost import RATES
 from symjax_rewrite.pallas_kernels.norm.cost import FIGURES
 from symjax_rewrite.pallas_kernels.norm.cost import seconds as norm_seconds
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear
@@ -73,7 +75,7 @@ ORDER = (
     (Field("flops_per_s.bfloat16", ("product bfloat16",)),),
     (Field("flops_per_s.tf32", ("product float32",)),),
     tuple(Field(path, ("norm",)) for path in FIGURES if path.startswith("norms.")),
-    (Field("folds.kernel_share", ("attention",)),),
+    *((Field(path, (ATTENTIONS[name],)),) for name, path in RATES.items()),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
     (Field("scans.one_pass_instructions", ("one-pass scan",)),),
 )
@@ -148,11 +150,11 @@ def predicted(device: Device, one: Observation) -> float:
         case "norm":
             group = NormGroup((norm_spec(NormLinear(**facts["layer"])),))
             return norm_seconds(group, NormBlocks(**facts["cut"]), device)
-        case "attention":
+        case kind if kind in ATTENTIONS.values():
             spec = attention_spec(attention.Shape(**facts["shape"]).attention)
-            route = FoldRoute(spec, "triton", [], {}, None, [])
+            backend = next(name for name, of in ATTENTIONS.items() if of == kind)
             with planning_for(device):
-                return seconds_folded(route, device)
+                return seconds_folded(FoldRoute(spec, backend, [], {}, None, []), device)
         case "scan" | "one-pass scan" as kind:
             with planning_for(device):
                 found = scan_seconds(scan_spec(SelectiveScan(**facts["scan"])), device)

@@ -107,7 +107,7 @@ def neighbours(best: NormBlocks) -> list[NormBlocks]:
 
 
 def block_name(b: NormBlocks) -> str:
-    """Return the contestant's name: rows × outputs × step, warps, stages, splits, scaled weights."""
+    """Return the contestant's name: rows × outputs × step, warps, stages, and the form."""
     form = f" n{b.splits}" * (b.splits > 1) + " scaled before" * b.scaled_before
     return f"triton {b.rows}x{b.outputs}x{b.step} w{b.warps} s{b.stages}{form}"
 

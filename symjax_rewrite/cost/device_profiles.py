@@ -155,6 +155,9 @@ PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 # must start ahead; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
 # fast as Triton), whose matmuls need no such care.
 FOLD_SHARE, OLDER_FOLD_SHARE = 0.545, 0.89
+# The same of cuDNN, whose elementwise work runs beside its products: 595 TFLOP/s published at that
+# shape, and 230 on an A100. JAX's own kernel by Mosaic has 568 published.
+LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 1.15, 1.45, 1.07
 # A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
 # `python -m symjax_rewrite calibrate` measures it.
 GPU_SOURCES = {
@@ -162,6 +165,8 @@ GPU_SOURCES = {
     "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
     "launch_s": "estimate",
     "folds.kernel_share": "published, of an H100 and an A100",
+    "folds.library_share": "published, of an H100 and an A100",
+    "folds.mosaic_share": "estimate",
     "folds.block_s": "estimate",
     "norms.kernel_share": "estimate",
     "norms.scaled_share": "estimate",
@@ -199,6 +204,8 @@ def _gpu(
         folds=FoldFacts(
             fused_steps_per_s=steps,
             kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
+            library_share=LIBRARY_SHARE if capability >= 9 else OLDER_LIBRARY_SHARE,
+            mosaic_share=MOSAIC_SHARE,
             block_s=15e-6,
             least_pairs=1 << 16,  # fewer take less than a launch; the price decides about others
         ),

@@ -148,6 +148,11 @@ class FoldFacts:
         "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
         "elementwise steps", ON_GPU, 1.0,
     )  # fmt: skip
+    library_share: float = quantity("1", "the same of cuDNN's attention", ON_GPU, 1.0)
+    mosaic_share: float = quantity(
+        "1", "the same of the kernel by Mosaic; `auto` takes that kernel where this is measured",
+        ON_GPU, 1.0,
+    )  # fmt: skip
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     argmax_passes: float = quantity(
         "steps/element", "the same as two reductions; infinite: not faster", ORIENTATION, math.inf
