@@ -81,6 +81,21 @@ def test_fit_of_a_dry_run_names_fields(records: Path, capsys: pytest.CaptureFixt
     assert all(row["blocks"].keys() >= {"rows", "stages"} for row in found["norm_blocks"])
 
 
+def test_every_way_that_a_figure_decides_about_is_a_contestant() -> None:
+    forms = norms.case(norms.layer(64, 1024, gain=True), None, dry=False).facts["forms"].values()
+    assert {(cut["splits"] > 1, cut["scaled_before"]) for cut in forms} == {
+        *itertools.product((False, True), repeat=2)
+    }
+    ways = [
+        attention.forward_case(attention.SHAPES[0], dry=False),
+        attention.backward_case(attention.SHAPES[0], dry=False),
+        scans.case(scans.SelectiveScan(1, 2048, 2048, 16), False, "forward"),
+    ]
+    wanted = [("cudnn", attention.MOSAIC), ("cudnn",), (scans.ONE_PASS,)]
+    for case, names in zip(ways, wanted, strict=True):
+        assert {*names, *case.facts.get("others", {}).values()} <= case.contestants.keys()
+
+
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "norms", "--out", str(tmp_path / "made")])
     assert on_gpu.main() == 1

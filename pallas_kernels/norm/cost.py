@@ -11,7 +11,7 @@ from functools import partial
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of, profile_at_hand
+from symjax_rewrite.pallas_kernels.backend import MOST_ELEMENTS, Reason, bytes_of, profile_at_hand
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
@@ -32,7 +32,8 @@ def chosen_cut(group: NormGroup) -> NormBlocks | Reason:
         return plain
     best = min(forms(group, plain), key=lambda cut: seconds(group, cut, device))
     pair = (partial(seconds, group, cut) for cut in (plain, best))
-    return best if margins.surely_pays(*pair, FIGURES, "even", device) else plain
+    is_sure = best == plain or margins.surely_pays(*pair, FIGURES, "even", device)
+    return best if is_sure else plain
 
 
 def forms(group: NormGroup, plain: NormBlocks) -> Iterator[NormBlocks]:
@@ -41,10 +42,13 @@ def forms(group: NormGroup, plain: NormBlocks) -> Iterator[NormBlocks]:
     if _scales(group) and all(s.scales_before or s.gain is None for s in group.members):
         before = norm_cut(group.scaled_before)
         cuts += [replace(before, scaled_before=True)] if isinstance(before, NormBlocks) else []
+    largest = max(s.rows * s.outputs for s in group.members)
     for cut in cuts:
-        steps = group.first.width // cut.step
+        most = group.first.width // cut.step // LEAST_STEPS
         yield cut
-        yield from (replace(cut, splits=n) for n in SPLITS if n * LEAST_STEPS <= steps)
+        for splits in SPLITS:
+            if splits <= most and splits * largest <= MOST_ELEMENTS:
+                yield replace(cut, splits=splits)
 
 
 def _scales(group: NormGroup) -> bool:

@@ -104,8 +104,16 @@ def test_norm_linear_compiles_for_an_l4(name, compile_l4):
 SMALL = {str(c): c.spec for c in CASES if supports(c.spec)}
 
 
-@pytest.mark.parametrize("kind", GPUS)
-@pytest.mark.parametrize("name", [*FOLDS, *SMALL])
+def on_gpus(names):
+    """Every name on every GPU; on two of them, each second one in turn, in a sweep only."""
+    return [
+        pytest.param(name, kind, marks=[] if (row + column) % 2 else pytest.mark.sweep)
+        for row, name in enumerate(names)
+        for column, kind in enumerate(GPUS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), on_gpus([*FOLDS, *SMALL]))
 def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory, described):
     spec = {**FOLDS, **SMALL}[name]
     with described(kind):
