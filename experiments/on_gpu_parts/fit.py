@@ -75,7 +75,7 @@ ORDER = (
     (Field("flops_per_s.bfloat16", ("product bfloat16",)),),
     (Field("flops_per_s.tf32", ("product float32",)),),
     tuple(Field(path, ("norm",)) for path in FIGURES if path.startswith("norms.")),
-    *((Field(path, (ATTENTIONS[name],)),) for name, path in RATES.items()),
+    *((Field(f"folds.{figure}", (ATTENTIONS[name],)),) for name, figure in RATES.items()),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
     (Field("scans.one_pass_instructions", ("one-pass scan",)),),
 )

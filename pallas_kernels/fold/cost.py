@@ -6,27 +6,26 @@ import math
 from dataclasses import replace
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.profile_paths import value_of
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of
 from symjax_rewrite.pallas_kernels.fold.tiling import columns_visited, xla_blocks
 
-RATES = {  # of the products of each CUDA backend, as figures of a profile
-    "library": "folds.library_share",
-    "triton": "folds.kernel_share",
-    "mosaic": "folds.mosaic_share",
+RATES = {  # of the products of each CUDA backend, among the figures of folds
+    "library": "library_share",
+    "triton": "kernel_share",
+    "mosaic": "mosaic_share",
 }
 
 
 def rate(backend: str, device: Device) -> float:
     """Return the share of the rate of a library's products that a backend reaches."""
-    return value_of(device, RATES[backend])
+    return getattr(device.folds, RATES[backend])
 
 
 def by_rate(device: Device) -> list[str]:
     """Return the CUDA backends that "auto" tries, the fastest first; Mosaic's where measured."""
-    measured = device.source_of(RATES["mosaic"]).startswith("measured")
+    measured = device.is_measured(f"folds.{RATES['mosaic']}")
     names = [name for name in RATES if name != "mosaic" or measured]
     return sorted(names, key=lambda name: -rate(name, device))
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
-from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import MOST_ELEMENTS, Reason, bytes_of, profile_at_hand
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
@@ -31,8 +29,8 @@ def chosen_cut(group: NormGroup) -> NormBlocks | Reason:
     if isinstance(plain, Reason) or device is None or not device.runs_on_gpu:
         return plain
     best = min(forms(group, plain), key=lambda cut: seconds(group, cut, device))
-    pair = (partial(seconds, group, cut) for cut in (plain, best))
-    is_sure = best == plain or margins.surely_pays(*pair, FIGURES, "even", device)
+    ends = [] if best == plain else device.at_ends(FIGURES)
+    is_sure = all(seconds(group, best, d) < seconds(group, plain, d) for d in ends)
     return best if is_sure else plain
 
 

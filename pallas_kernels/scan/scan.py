@@ -74,7 +74,7 @@ def takes_one_pass(spec: ScanSpec, device: Device) -> bool:
 
     The rate of that kernel must be measured on the device, and its prediction lower.
     """
-    is_measured = device.source_of("scans.one_pass_instructions").startswith("measured")
+    is_measured = device.is_measured("scans.one_pass_instructions")
     if not is_measured or not BACKENDS[ONE_PASS].supports(spec):
         return False
     by_chunks, in_one_pass = seconds_by_backend(spec, device).values()

@@ -9,8 +9,10 @@ which device it has. May import `profile_groups`, `core_scaling` and `errors`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +41,7 @@ from symjax_rewrite.cost.profile_groups import (
     group,
     quantity,
 )
-from symjax_rewrite.cost.profile_paths import figures
+from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
 from symjax_rewrite.errors import UsageError
 
 
@@ -101,6 +103,24 @@ class Device:
             raise UsageError("no such figure of a device profile", got=repr(path))
         said = self.provenance
         return said.get(path) or said.get(path.rpartition(".")[0]) or about["source"]
+
+    def is_measured(self, path: str) -> bool:
+        """Return True if a figure was measured on the device itself."""
+        return self.source_of(path).startswith("measured")
+
+    def at_ends(self, paths: Sequence[str]) -> Iterator[Device]:
+        """Yield the profiles with figures at the ends of their ranges, in all combinations.
+
+        A range is as wide as the source of the figure lets it be in doubt (`Margins.estimate`,
+        `Margins.figure`). What holds for all of these profiles holds for the device.
+        """
+        doubts = {True: self.margins.figure, False: self.margins.estimate}
+        by_path = [(path, doubts[self.is_measured(path)]) for path in paths]
+        for signs in itertools.product((-1, 1), repeat=len(paths)):
+            device = self
+            for (path, doubt), sign in zip(by_path, signs, strict=True):
+                device = with_value(device, path, value_of(self, path) * doubt**sign)
+            yield device
 
     @property
     def runs_on_gpu(self) -> bool:

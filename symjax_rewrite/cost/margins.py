@@ -5,13 +5,11 @@ No other module compares the prices of two forms with a margin.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import Kind
-from symjax_rewrite.cost.profile_paths import value_of, with_value
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.obstacles import Obstacle
 
@@ -43,37 +41,6 @@ def pays_at_all(found: Sequence[tuple[float, float]], kind: Kind, device: Device
     return wins and (
         len(found) == 1 or all(pays(before, after, "even", device) for before, after in found)
     )
-
-
-def surely_pays(
-    before: Callable[[Device], float],
-    after: Callable[[Device], float],
-    paths: Sequence[str],
-    kind: Kind,
-    device: Device,
-) -> bool:
-    """Return True if a candidate is predicted enough faster whatever figures are in doubt.
-
-    Args:
-        before: seconds as written, by profile.
-        after: seconds of the candidate, by profile.
-        paths: the figures that the predictions depend on; each is tried at both of its ends.
-        kind: selects the margin.
-        device: its profile holds the figures and the margins.
-    """
-    for ends in itertools.product((-1, 1), repeat=len(paths)):
-        tried = device
-        for path, end in zip(paths, ends, strict=True):
-            tried = with_value(tried, path, value_of(device, path) * _doubt(device, path) ** end)
-        if not pays(before(tried), after(tried), kind, device):
-            return False
-    return True
-
-
-def _doubt(device: Device, path: str) -> float:
-    """Return the factor by which a figure may be off, by its source."""
-    is_measured = device.source_of(path).startswith("measured")
-    return device.margins.figure if is_measured else device.margins.estimate
 
 
 def margin(kind: Kind, device: Device, spared_bytes: float = 0.0) -> float:

@@ -204,7 +204,7 @@ def measured(share: float) -> Device:
     """Return an H200 on which the rate of Mosaic's kernels was measured."""
     device = DEVICES["h200"]
     folds = replace(device.folds, mosaic_share=share)
-    provenance = {**device.provenance, RATES["mosaic"]: "measured"}
+    provenance = {**device.provenance, f"folds.{RATES['mosaic']}": "measured"}
     return replace(device, folds=folds, provenance=provenance)
 
 
