@@ -36,7 +36,7 @@ def chosen_cut(group: NormGroup) -> NormBlocks | Reason:
 
 def forms(group: NormGroup, plain: NormBlocks) -> Iterator[NormBlocks]:
     """Yield block sizes without and with splits, of weights as they are and of scaled weights."""
-    cuts: list[NormBlocks | Reason] = [plain]
+    cuts = [plain]
     if _scales(group) and all(s.scales_before or s.gain is None for s in group.members):
         before = norm_cut(group.scaled_before)
         cuts += [replace(before, scaled_before=True)] if isinstance(before, NormBlocks) else []

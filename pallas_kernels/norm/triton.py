@@ -157,7 +157,7 @@ def group_triton(
     )
 
 
-def _with_scaled_weights(group: NormGroup, operands: Sequence[Any]) -> list[Any]:
+def _with_scaled_weights(group: NormGroup, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Return the operands of a group with γ·W in place of W."""
     out: list[Any] = []
     for spec, own in zip(group.members, group.given(operands), strict=True):
@@ -167,7 +167,7 @@ def _with_scaled_weights(group: NormGroup, operands: Sequence[Any]) -> list[Any]
             scaled = [scale_weight(spec, w, columns) for w in by_rows]
             weights = [w.T if spec.weights_swapped else w for w in scaled]
         out += [*([] if out else pairs), *columns, *weights, *itertools.chain(*rest)]
-    return out
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
