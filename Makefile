@@ -86,7 +86,7 @@ $(VENV)/bin/python:
 	@$(call make_venv,$(PYTHON_NEWEST),.venv-newest,3.12)
 
 .venv-aot/bin/python:
-	@$(call make_venv,$(PYTHON),.venv-aot,3.11)
+	@$(call make_venv,$(or $(PYTHON_NEWEST),$(PYTHON)),.venv-aot,3.11)
 
 $(VENV)/.bench $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	@echo "installing the $* extra into $(VENV)"
@@ -98,10 +98,11 @@ $(VENV)/.bench $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(VENV)/
 	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e ".[dev]"
 	@touch $@
 
-# The CUDA compiler as wheels: XLA's plugin, of jax's own version, and ptxas. No driver, no GPU.
+# The newest jax, whose Mosaic kernels older ones lack, and the CUDA compiler as wheels: XLA's plugin,
+# of jax's own version, and ptxas. No driver, no GPU.
 .venv-aot/.aot: pyproject.toml | .venv-aot/bin/python
 	@echo "installing the aot extra and the CUDA compiler into .venv-aot"
-	@.venv-aot/bin/python $(PIP) -e ".[aot]"
+	@.venv-aot/bin/python $(PIP) --upgrade --upgrade-strategy eager -e ".[aot]"
 	@jax=$$(.venv-aot/bin/python -c "import jax; print(jax.__version__)") \
 	  && .venv-aot/bin/python $(PIP) "jax-cuda12-plugin==$$jax" "jax-cuda12-pjrt==$$jax" \
 	    nvidia-cuda-nvcc-cu12

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jax.experimental import pallas as pl
 
 MOST_ELEMENTS = 2**31 - 1  # of an array in a kernel, whose addresses are 32-bit integers
+TOO_LARGE = "an array has more than 2^31 elements"
 NAMED = "the grid of a kernel needs sizes that are numbers"
 LEAST_SIDE = 16  # rows, columns and features of a product's tile
 Spec = TypeVar("Spec")
@@ -198,23 +199,32 @@ class KernelFamily(Generic[Spec]):
         name: in error messages.
         backends: by name.
         on_cuda: the names tried in order where a program is lowered for CUDA.
+        ranked: `(spec, device) -> names`, in place of `on_cuda` where the GPU has a profile.
     """
 
     name: str
     backends: Mapping[str, Backend[Spec]]
     on_cuda: tuple[str, ...]
+    ranked: Callable[[Spec, Device], Sequence[str]] | None = None
 
     @staticmethod
-    def of(name: str, *backends: Backend[Spec], on_cuda: tuple[str, ...]) -> KernelFamily[Spec]:
-        return KernelFamily(name, {b.name: b for b in backends}, on_cuda)
+    def of(
+        name: str,
+        *backends: Backend[Spec],
+        on_cuda: tuple[str, ...],
+        ranked: Callable[[Spec, Device], Sequence[str]] | None = None,
+    ) -> KernelFamily[Spec]:
+        return KernelFamily(name, {b.name: b for b in backends}, on_cuda, ranked)
 
     def cuda_backend(self, spec: Spec) -> Backend[Spec] | Reason:
         """Return the backend that "auto" takes on CUDA, or the reasons why there is none."""
         capability = gpu_at_hand().capability
         if capability < OLDEST_GPU:
             return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
-        reasons = []
-        for backend in (self.backends[name] for name in self.on_cuda):
+        names, device, reasons = self.on_cuda, profile_at_hand(), []
+        if self.ranked is not None and device is not None and device.runs_on_gpu:
+            names = self.ranked(spec, device)
+        for backend in (self.backends[name] for name in names):
             support = backend.supports(spec)
             if support:
                 return backend

@@ -45,6 +45,7 @@ from symjax_rewrite.api import sym_optimize  # noqa: E402
 from tests.pallas_kernels.gpu_compiler import (  # noqa: E402, F401  fixtures of every folder
     compile_h200,
     compile_l4,
+    compiler_of,
     described_fixture,
     lower_fixture,
     shared_memory,

@@ -1,6 +1,7 @@
 """Measuring on a GPU, without one: every part runs dry, and the fit finds known profiles again."""
 
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -78,6 +79,21 @@ def test_fit_of_a_dry_run_names_fields(records: Path, capsys: pytest.CaptureFixt
         assert ("value" in field) != ("why" in field), path
     assert {"kind", "measured_s", "predicted_s"} <= found["residuals"][0].keys()
     assert all(row["blocks"].keys() >= {"rows", "stages"} for row in found["norm_blocks"])
+
+
+def test_every_way_that_a_figure_decides_about_is_a_contestant() -> None:
+    forms = norms.case(norms.layer(64, 1024, gain=True), None, dry=False).facts["forms"].values()
+    assert {(cut["splits"] > 1, cut["scaled_before"]) for cut in forms} == {
+        *itertools.product((False, True), repeat=2)
+    }
+    ways = [
+        attention.forward_case(attention.SHAPES[0], dry=False),
+        attention.backward_case(attention.SHAPES[0], dry=False),
+        scans.case(scans.SelectiveScan(1, 2048, 2048, 16), False, "forward"),
+    ]
+    wanted = [("cudnn", attention.MOSAIC), ("cudnn",), (scans.ONE_PASS,)]
+    for case, names in zip(ways, wanted, strict=True):
+        assert {*names, *case.facts.get("others", {}).values()} <= case.contestants.keys()
 
 
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -198,7 +214,11 @@ TRUTH = {
     "bytes_per_s": 3e12,
     "flops_per_s.bfloat16": 6e14,
     "norms.kernel_share": 0.4,
+    "norms.scaled_share": 0.2,
+    "norms.drawn": 2.5,
     "folds.kernel_share": 0.3,
+    "folds.library_share": 0.8,
+    "folds.mosaic_share": 0.7,
     "scans.kernel_instructions": 7.0,
     "scans.step_latency_s": 2e-8,
     "scans.one_pass_instructions": 8.0,
@@ -209,13 +229,13 @@ def made_records(device: Device) -> list[Any]:
     """What a device with a known profile would measure at the sizes of the parts."""
     facts = [{"kind": "copy", "bytes": 4 * n} for n in norms.COPIED]
     facts += [{"kind": "product bfloat16", "side": 8192, "dtype": "bfloat16"}]
+    for m, n, gain in itertools.product((1, 4096), (1024, 14336), (False, True)):
+        known = norms.case(norms.layer(m, n, gain=gain), None, dry=False).facts
+        facts += [{**known, "cut": cut} for cut in [*known["forms"].values()][:2]]
     facts += [
-        {"kind": "norm", "layer": norms.dataclasses.asdict(norms.layer(m, n))}
-        for m in norms.ROWS
-        for n in norms.OUTPUTS
-    ]
-    facts += [
-        {"kind": "attention", "shape": norms.dataclasses.asdict(s)} for s in attention.SHAPES[:5]
+        {"kind": kind, "shape": norms.dataclasses.asdict(s)}
+        for kind in attention.KINDS.values()
+        for s in attention.SHAPES[:5]
     ]
     sizes = [{"batch": b, "length": n, "channels": 2048, "states": 16} for b, n in scans.SHAPES]
     sizes.append({"batch": 1, "length": 4096, "channels": 16, "states": 1})

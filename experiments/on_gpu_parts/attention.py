@@ -21,6 +21,8 @@ from tests.pallas_kernels.fold.attention_gradients import gradients
 
 TABLE = "ours, triton"  # the contestant with the blocks of the package's own table
 MOSAIC = "ours, mosaic"  # the same, by Pallas Mosaic GPU
+# By backend, what the cases of a contestant are called in the fit.
+KINDS = {"triton": "attention", "library": "attention by cuDNN", "mosaic": "attention by Mosaic"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,12 @@ def forward_case(shape: Shape, dry: bool) -> measuring.Case:
     """The forward pass; values are compared for the first batch element and key head."""
     return measuring.Case(
         shape.name,
-        {"kind": "attention", "shape": dataclasses.asdict(shape), "contestant": TABLE},
+        {
+            "kind": KINDS["triton"],
+            "shape": dataclasses.asdict(shape),
+            "contestant": TABLE,
+            "others": {KINDS["library"]: "cudnn", KINDS["mosaic"]: MOSAIC},
+        },
         lambda seed: arguments(shape, seed),
         contestants(shape, dry),
         lambda *args: plain(shape)(*one_head(shape, args)),

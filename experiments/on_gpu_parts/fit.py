@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu_parts import attention, measuring
+from on_gpu_parts.attention import KINDS as ATTENTIONS
 
 from symjax_rewrite.cost.device_profiles import (
     COPY_SHARE,
@@ -30,10 +31,13 @@ from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.pallas_kernels.fold.attention import forward as attention_spec
+from symjax_rewrite.pallas_kernels.fold.cost import RATES
+from symjax_rewrite.pallas_kernels.norm.cost import FIGURES
+from symjax_rewrite.pallas_kernels.norm.cost import seconds as norm_seconds
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear
 from symjax_rewrite.pallas_kernels.norm.layer import forward as norm_spec
-from symjax_rewrite.pallas_kernels.norm.norm_linear import seconds_on_gpu as norm_seconds
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
+from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.scan.scan import seconds_by_backend as scan_seconds
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as scan_spec
@@ -70,8 +74,8 @@ ORDER = (
     (Field("launch_s", ("copy",)), Field("bytes_per_s", ("copy",))),
     (Field("flops_per_s.bfloat16", ("product bfloat16",)),),
     (Field("flops_per_s.tf32", ("product float32",)),),
-    (Field("norms.kernel_share", ("norm",)),),
-    (Field("folds.kernel_share", ("attention",)),),
+    tuple(Field(path, ("norm",)) for path in FIGURES if path.startswith("norms.")),
+    *((Field(f"folds.{figure}", (ATTENTIONS[name],)),) for name, figure in RATES.items()),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
     (Field("scans.one_pass_instructions", ("one-pass scan",)),),
 )
@@ -117,14 +121,19 @@ def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
     """Yield the measured cases that a model predicts.
 
     `contestant` of a record's facts is the one of its kind, `others` are those of further kinds.
+    The `forms` of a norm's kernel are contestants of its kind, with their block sizes.
     """
     for record in records:
         facts = record["facts"]
         kind = facts["kind"] + (f" {facts['dtype']}" if facts["kind"] == "product" else "")
-        for name, one in {kind: facts.get("contestant"), **facts.get("others", {})}.items():
+        seen = [(facts.get("contestant"), {"kind": kind})]
+        seen += [(one, {"kind": name}) for name, one in facts.get("others", {}).items()]
+        if "forms" in facts:
+            seen = [(one, {"kind": kind, "cut": cut}) for one, cut in facts["forms"].items()]
+        for one, about in seen:
             found = record["contestants"].get(one, {})
             if "median_s" in found:
-                yield Observation(record["case"], {**facts, "kind": name}, found["median_s"])
+                yield Observation(record["case"], {**facts, **about}, found["median_s"])
 
 
 def predicted(device: Device, one: Observation) -> float:
@@ -140,12 +149,12 @@ def predicted(device: Device, one: Observation) -> float:
             return max(work, moved) + device.launch_s
         case "norm":
             group = NormGroup((norm_spec(NormLinear(**facts["layer"])),))
-            return norm_seconds(group, device)
-        case "attention":
+            return norm_seconds(group, NormBlocks(**facts["cut"]), device)
+        case kind if kind in ATTENTIONS.values():
             spec = attention_spec(attention.Shape(**facts["shape"]).attention)
-            route = FoldRoute(spec, "triton", [], {}, None, [])
+            backend = next(name for name, of in ATTENTIONS.items() if of == kind)
             with planning_for(device):
-                return seconds_folded(route, device)
+                return seconds_folded(FoldRoute(spec, backend, [], {}, None, []), device)
         case "scan" | "one-pass scan" as kind:
             with planning_for(device):
                 found = scan_seconds(scan_spec(SelectiveScan(**facts["scan"])), device)

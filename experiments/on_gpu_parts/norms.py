@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from on_gpu_parts import measuring
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.pallas_kernels.backend import accepted
+from symjax_rewrite.pallas_kernels.norm import cost
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
-from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks, table
+from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, table
 from symjax_rewrite.pallas_kernels.norm.triton import norm_triton
+from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
 
 TABLE = "ours, triton"
 WIDTH = 4096
@@ -62,19 +65,21 @@ def small(a: NormLinear) -> NormLinear:
 
 
 def case(a: NormLinear, limits: dict[str, int] | None, dry: bool) -> measuring.Case:
-    """One layer by XLA, by `sym_optimize`, and by the kernel with blocks near the table's."""
+    """One layer by XLA, by `sym_optimize`, and by the kernel in every form and near its blocks."""
     spec = forward(a)
     name = f"m{a.rows} k{a.width} n{a.outputs}" + " gain" * a.gain + " gated" * a.gated
     facts = {"kind": "norm", "layer": dataclasses.asdict(a), "contestant": TABLE, "limits": limits}
     found: dict[str, Callable] = {
         "xla": written(a),
         "auto": sym_optimize(written(a)),
-        TABLE: kernel(a, None, dry),
     }
-    best, *others = neighbours(norm_blocks(NormGroup((spec,))))
-    blocks = {TABLE: best} | {block_name(b): b for b in others[: 1 if dry else None]}
-    facts["blocks"] = {which: dataclasses.asdict(b) for which, b in blocks.items()}
-    found |= {which: kernel(a, b, dry) for which, b in blocks.items() if which != TABLE}
+    group, few = NormGroup((spec,)), 1 if dry else None
+    best = accepted(norm_cut(group))
+    blocks = {TABLE: best} | {block_name(b): b for b in neighbours(best)[1:][:few]}
+    forms = {TABLE: best} | {block_name(b): b for b in [*cost.forms(group, best)][1:][:few]}
+    for name_of, made in (("blocks", blocks), ("forms", forms)):
+        facts[name_of] = {which: dataclasses.asdict(b) for which, b in made.items()}
+        found |= {which: kernel(a, b, dry) for which, b in made.items()}
     return measuring.Case(
         name,
         facts,
@@ -91,8 +96,10 @@ def neighbours(best: NormBlocks) -> list[NormBlocks]:
     found = [best]
     for field in dataclasses.fields(best):
         size = getattr(best, field.name)
-        others = (size - 1, size + 1) if field.name == "stages" else (size // 2, 2 * size)
         least, most = getattr(LEAST, field.name), getattr(MOST, field.name)
+        if least == most:  # a form, not a size
+            continue
+        others = (size - 1, size + 1) if field.name == "stages" else (size // 2, 2 * size)
         found += [
             dataclasses.replace(best, **{field.name: n}) for n in others if least <= n <= most
         ]
@@ -100,12 +107,13 @@ def neighbours(best: NormBlocks) -> list[NormBlocks]:
 
 
 def block_name(b: NormBlocks) -> str:
-    """Return the contestant's name: rows × outputs × step, warps, stages."""
-    return f"triton {b.rows}x{b.outputs}x{b.step} w{b.warps} s{b.stages}"
+    """Return the contestant's name: rows × outputs × step, warps, stages, and the form."""
+    form = f" n{b.splits}" * (b.splits > 1) + " scaled before" * b.scaled_before
+    return f"triton {b.rows}x{b.outputs}x{b.step} w{b.warps} s{b.stages}{form}"
 
 
 def kernel(a: NormLinear, blocks: NormBlocks | None, dry: bool) -> Callable:
-    """The package's kernel; blocks: None for those of its table."""
+    """The package's kernel; blocks: None for those that it chooses."""
     spec = forward(a)
     if dry:
         return functools.partial(norm_linear, spec, backend="xla")

@@ -7,10 +7,29 @@ from dataclasses import replace
 
 import numpy as np
 
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of
 from symjax_rewrite.pallas_kernels.fold.tiling import columns_visited, xla_blocks
+
+RATES = {  # of the products of each CUDA backend, among the figures of folds
+    "library": "library_share",
+    "triton": "kernel_share",
+    "mosaic": "mosaic_share",
+}
+
+
+def rate(backend: str, device: Device) -> float:
+    """Return the share of the rate of a library's products that a backend reaches."""
+    return getattr(device.folds, RATES[backend])
+
+
+def by_rate(device: Device) -> list[str]:
+    """Return the CUDA backends that "auto" tries, the fastest first; Mosaic's where measured."""
+    measured = device.is_measured(f"folds.{RATES['mosaic']}")
+    names = [name for name in RATES if name != "mosaic" or measured]
+    return sorted(names, key=lambda name: -rate(name, device))
 
 
 def flops(spec: FoldSpec) -> int:

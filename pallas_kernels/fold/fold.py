@@ -20,6 +20,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     triton_backend,
 )
 from symjax_rewrite.pallas_kernels.fold import cudnn, xla
+from symjax_rewrite.pallas_kernels.fold.cost import by_rate
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import Band, FoldSpec, one_way
 
@@ -31,6 +32,7 @@ FOLDS: KernelFamily[FoldSpec] = KernelFamily.of(
     triton_backend("symjax_rewrite.pallas_kernels.fold.mosaic", "fold_mosaic", "mosaic"),
     Backend("library", "cuda", cudnn.fold_library, cudnn.supports),
     on_cuda=("library", "triton"),
+    ranked=lambda spec, device: by_rate(device),
 )
 BACKENDS = FOLDS.backends
 cuda_backend = FOLDS.cuda_backend

@@ -50,7 +50,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     weights_of,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import bundle
-from symjax_rewrite.pallas_kernels.fold.tile_facts import operand_tile, tile_arguments
+from symjax_rewrite.pallas_kernels.fold.tile_facts import programs_of
 from symjax_rewrite.pallas_kernels.triton_programs import for_triton
 
 Array = Any
@@ -159,14 +159,9 @@ def _copied(spec: FoldSpec, number: int) -> bool:
 
 def _unlowered(spec: FoldSpec) -> list[str]:
     """Return the operations of the tile program and the epilogue that Mosaic has no rule for."""
-    programs: list[Any] = [(for_triton(spec.tile.fun), tile_arguments(spec))]
-    if spec.epilogue is not None:
-        raw = replace(spec, epilogue=None)
-        states = [jax.ShapeDtypeStruct((LEAST_SIDE, 1), s.dtype) for s in flat_shapes(raw)]
-        rows = tuple(operand_tile(spec, k) for k in spec.epilogue.reads)
-        programs.append((spec.epilogue.fun, (bundle(raw, states), rows)))
+    (tile, given), *epilogue = programs_of(spec)
     found: set[Any] = set()
-    for fun, avals in programs:
+    for fun, avals in ((for_triton(tile), given), *epilogue):
         found |= jax_kernels.primitives(jax.make_jaxpr(fun)(*avals))
     return sorted(p.name for p in found if p not in jax_kernels.mosaic_rules())
 

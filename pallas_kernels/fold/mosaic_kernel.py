@@ -32,12 +32,14 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     terms_of,
     weights_of,
 )
-from symjax_rewrite.pallas_kernels.fold.tile import bundle, monoid_of
-from symjax_rewrite.pallas_kernels.fold.tile_facts import factors_of, implies_masks
-from symjax_rewrite.pallas_kernels.index_bounds import inside_band
-from symjax_rewrite.pallas_kernels.monoid import Monoid, State
-from symjax_rewrite.pallas_kernels.positive_factors import without_factors
-from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton
+from symjax_rewrite.pallas_kernels.fold.tile_facts import (
+    factors_of,
+    identities,
+    implies_masks,
+    kernel_monoid,
+    tiles_of,
+)
+from symjax_rewrite.pallas_kernels.monoid import State
 from symjax_rewrite.pallas_kernels.triton_tiles import indices
 from symjax_rewrite.pallas_kernels.unit_axes import without_unit_axes
 
@@ -342,13 +344,6 @@ class MosaicKernel:
         """Return True if tiles inside the band and the array need fewer masks."""
         return self.spec.cols % self.blocks.cols > 0 or implies_masks(self.spec)
 
-    def tile_program(self, *given: Any) -> Any:
-        """Return the tiles, with masks that the band implies left out inside the band."""
-        if not self.is_inner:
-            return self.spec.tile.fun(*given)
-        band = self.spec.band
-        return inside_band(self.spec.tile.fun, given, (band.lower, band.upper))[0]
-
     def step(
         self,
         tiles: Mapping[int, Any],
@@ -371,7 +366,7 @@ class MosaicKernel:
         else:
             made = masked()
         return tuple(
-            _monoid(o, factor).extend(s, tile, self.measures(o, factors, tiles))
+            kernel_monoid(o, factor).extend(s, tile, self.measures(o, factors, tiles))
             for o, s, factor, (tile, factors) in zip(
                 spec.outputs, states, self.factors, made, strict=True
             )
@@ -390,14 +385,13 @@ class MosaicKernel:
         values: functions that load what the program reads. row, start: the numbers of the first row
         and column. Columns past the end hold the identity.
         """
-        spec, shape, factors = self.spec, (ROWS, self.blocks.cols), factors_of(self.spec)
+        spec, shape = self.spec, (ROWS, self.blocks.cols)
         i = lambda: row + lax.iota(jnp.int32, ROWS)  # noqa: E731
         j = lambda: start + lax.iota(jnp.int32, self.blocks.cols)  # noqa: E731
 
         def program(*given: Any) -> list[Array]:
-            made = without_factors(for_triton(self.tile_program), *given)
-            values = (t.value if k == 1 else t.base for t, k in zip(made, factors, strict=True))
-            return [jnp.broadcast_to(x, shape).astype(jnp.float32) for x in values]
+            made = tiles_of(spec, self.is_inner, *given)
+            return [jnp.broadcast_to(x, shape).astype(jnp.float32) for x in made]
 
         made = without_unit_axes(program, *self.tile_avals)(dots, tuple(values), i, j)
         whole = self.is_inner or spec.cols % self.blocks.cols == 0
@@ -474,10 +468,7 @@ class MosaicKernel:
             features = [a for a in axes if a not in lead]
             stored = StoredArray.of(raw, axes, features, shape.dtype, ROWS)
             avals.append(jax.ShapeDtypeStruct(self.tile_shape(stored), shape.dtype))
-        return tuple(
-            _monoid(o).identity(state)
-            for o, state in zip(self.spec.outputs, bundle(raw, avals), strict=True)
-        )
+        return identities(self.spec, avals)
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Any]) -> list[Array]:
         """Return all results of a warpgroup, flat: [rows] or [rows, features].
@@ -502,13 +493,3 @@ class MosaicKernel:
             ]
 
         return without_unit_axes(program, *avals)(told, tuple(rows))
-
-
-def _monoid(output: Output, factor: float = 1.0) -> Monoid:
-    """Return the monoid of an output.
-
-    factor: of the exponents of `ExpSums`, which the tile and the stored maximum lack.
-    """
-    if isinstance(output, ExpSums):
-        return monoid.exp_sums_by(partial(exp, factor=factor))
-    return monoid_of(output)

@@ -1,18 +1,24 @@
-"""Facts about the tile program of a fold, for its Triton kernel (imports spec.py)."""
+"""Tile programs, epilogues and monoids of a fold as its GPU kernels run them (imports tile.py)."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE
-from symjax_rewrite.pallas_kernels.fold.spec import ExpSums, FoldSpec, terms_of
+from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
+from symjax_rewrite.pallas_kernels.fold.spec import ExpSums, Extremum, FoldSpec, Output, terms_of
+from symjax_rewrite.pallas_kernels.fold.tile import bundle, monoid_of
 from symjax_rewrite.pallas_kernels.index_bounds import inside_band
+from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.positive_factors import without_factors
-from symjax_rewrite.pallas_kernels.triton_programs import for_triton
+from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton
 
 
 def tile_arguments(spec: FoldSpec) -> tuple[Any, ...]:
@@ -55,26 +61,66 @@ def factors_of(spec: FoldSpec) -> tuple[float, ...]:
 
     Inside the band the program has fewer masks. The factor must be the same there.
     """
-    band = (spec.band.lower, spec.band.upper)
     found: list[tuple[float, ...]] = []
 
-    def factors(program: Any) -> Any:
-        def run(*given: Any) -> Any:
-            made = without_factors(for_triton(program), *given)
-            found.append(tuple(x.factor or 1.0 for x in made))
-            return [x.value for x in made]
+    def factors(is_inner: bool, *given: Any) -> Any:
+        made = _in_factors(spec, is_inner, *given)
+        found.append(tuple(x.factor or 1.0 for x in made))
+        return [x.value for x in made]
 
-        return run
-
-    def inside(*given: Any) -> Any:
-        return inside_band(spec.tile.fun, given, band)[0]
-
-    for program in (spec.tile.fun, inside):
-        jax.eval_shape(factors(program), *tile_arguments(spec))
+    for is_inner in (False, True):
+        jax.eval_shape(partial(factors, is_inner), *tile_arguments(spec))
     of_sums = {o.tile for o in spec.outputs if isinstance(o, ExpSums)}
     others = {o.tile for o in spec.outputs if not isinstance(o, ExpSums)}
     others |= {t.factor for o in spec.outputs for t in terms_of(o) if t.factor is not None}
     return tuple(
         k if k == inner and number in of_sums - others else 1.0
         for number, (k, inner) in enumerate(zip(*found, strict=True))
+    )
+
+
+def _in_factors(spec: FoldSpec, is_inner: bool, *given: Any) -> Any:
+    band, program = (spec.band.lower, spec.band.upper), spec.tile.fun
+    if is_inner:
+        program = lambda *given: inside_band(spec.tile.fun, given, band)[0]  # noqa: E731
+    return without_factors(for_triton(program), *given)
+
+
+def tiles_of(spec: FoldSpec, is_inner: bool, *given: Any) -> list[Any]:
+    """Return the tiles without their `factors_of`; inside the band without masks that it implies.
+
+    given: the arguments of the tile program.
+    """
+    made = zip(_in_factors(spec, is_inner, *given), factors_of(spec), strict=True)
+    return [t.value if k == 1 else t.base for t, k in made]
+
+
+def programs_of(spec: FoldSpec) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return the tile program and the epilogue, if any, with avals of their arguments."""
+    programs: list[Any] = [(spec.tile.fun, tile_arguments(spec))]
+    if spec.epilogue is not None:
+        raw = replace(spec, epilogue=None)
+        states = [jax.ShapeDtypeStruct((LEAST_SIDE, 1), s.dtype) for s in flat_shapes(raw)]
+        rows = tuple(operand_tile(spec, k) for k in spec.epilogue.reads)
+        programs.append((spec.epilogue.fun, (bundle(raw, states), rows)))
+    return programs
+
+
+def kernel_monoid(output: Output, factor: float = 1.0) -> Monoid:
+    """Return the monoid; any and all are max and min of integers (Triton reduces no booleans).
+
+    factor: of the exponents of `ExpSums`, which the tile and the stored maximum lack.
+    """
+    if isinstance(output, Extremum) and output.kind in ("any", "all"):
+        return monoid.MAX if output.kind == "any" else monoid.MIN
+    if isinstance(output, ExpSums):
+        return monoid.exp_sums_by(partial(exp, factor=factor))
+    return monoid_of(output)
+
+
+def identities(spec: FoldSpec, avals: Sequence[Any]) -> tuple[State, ...]:
+    """Return the identity of every output's monoid, of states with given avals."""
+    states = bundle(replace(spec, epilogue=None), avals)
+    return tuple(
+        kernel_monoid(o).identity(state) for o, state in zip(spec.outputs, states, strict=True)
     )

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -50,7 +49,7 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     monoid_of,
     read_block,
 )
-from symjax_rewrite.pallas_kernels.fold.tile_facts import operand_tile, tile_arguments
+from symjax_rewrite.pallas_kernels.fold.tile_facts import programs_of
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton_kernel import (
     FEATURE,
@@ -125,13 +124,7 @@ def _supports_sizes(spec: FoldSpec, raw: FoldSpec) -> Support:
 @lru_cache(maxsize=256)
 def unlowered(spec: FoldSpec) -> tuple[str, ...]:
     """Return the operations of the tile program and epilogue that Pallas-Triton cannot lower."""
-    programs: list[Any] = [(spec.tile.fun, tile_arguments(spec))]
-    if spec.epilogue is not None:
-        raw = dataclasses.replace(spec, epilogue=None)
-        states = [jax.ShapeDtypeStruct((LEAST_SIDE, 1), s.dtype) for s in flat_shapes(raw)]
-        rows = tuple(operand_tile(spec, k) for k in spec.epilogue.reads)
-        programs.append((spec.epilogue.fun, (bundle(raw, states), rows)))
-    return triton_programs.unlowered(*programs)
+    return triton_programs.unlowered(*programs_of(spec))
 
 
 def _sliceable(spec: FoldSpec) -> bool:

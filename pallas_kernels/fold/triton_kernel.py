@@ -36,13 +36,17 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     terms_of,
     weights_of,
 )
-from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of, row_length
-from symjax_rewrite.pallas_kernels.fold.tile_facts import factors_of, implies_masks
+from symjax_rewrite.pallas_kernels.fold.tile import accumulator, row_length
+from symjax_rewrite.pallas_kernels.fold.tile_facts import (
+    factors_of,
+    identities,
+    implies_masks,
+    kernel_monoid,
+    tiles_of,
+)
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks, slices_of
-from symjax_rewrite.pallas_kernels.index_bounds import inside_band
-from symjax_rewrite.pallas_kernels.monoid import Monoid, State
-from symjax_rewrite.pallas_kernels.positive_factors import without_factors
-from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton, keeping_nan
+from symjax_rewrite.pallas_kernels.monoid import State
+from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, indices, load, store
 
 Array = Any
@@ -396,25 +400,14 @@ class Kernel:
                 loaded[k] = self.read(inputs[k], k, at)
         values = tuple(self._across(loaded[k], k) for k in spec.tile.reads)
         shape = (blocks.rows, blocks.cols)
-        tiles = without_factors(for_triton(self.tile_program), dots, values, i, j)
-        factors = factors_of(spec)
-        made = [
-            jnp.broadcast_to(t.value if k == 1 else t.base, shape)
-            for t, k in zip(tiles, factors, strict=True)
-        ]
+        tiles = tiles_of(spec, self.is_inner, dots, values, i, j)
+        made, factors = [jnp.broadcast_to(t, shape) for t in tiles], factors_of(spec)
         whole = self.is_inner or spec.cols % blocks.cols == 0
         valid = None if whole else jnp.broadcast_to(j < spec.cols, shape)
         return tuple(
             _extend(o, s, factors[o.tile], *self.arguments(o, made, loaded, valid, j))
             for o, s in zip(spec.outputs, states, strict=True)
         )
-
-    def tile_program(self, *given: Any) -> Any:
-        """Return the tiles, with masks that the band implies left out inside the band."""
-        if not self.is_inner:
-            return self.spec.tile.fun(*given)
-        band = self.spec.band
-        return inside_band(self.spec.tile.fun, given, (band.lower, band.upper))[0]
 
     @property
     def has_inner_loop(self) -> bool:
@@ -490,27 +483,12 @@ class Kernel:
             wide = wide if len(axes) > len(self.spec.batch) + 1 else ()
             dtype = jnp.int32 if shape.dtype == jnp.bool_ else shape.dtype
             avals.append(jax.ShapeDtypeStruct((self.blocks.rows, *wide), dtype))
-        return tuple(
-            _monoid(o).identity(state)
-            for o, state in zip(self.spec.outputs, bundle(raw, avals), strict=True)
-        )
+        return identities(self.spec, avals)
 
 
 def _blocks_below(column: Any, cols: int) -> Any:
     """Return how many whole blocks of columns lie before a column; 0 if it is negative."""
     return lax.div(jnp.maximum(column, 0), jnp.int32(cols))
-
-
-def _monoid(output: Output, factor: float = 1.0) -> Monoid:
-    """Return the monoid; any and all are max and min of integers (Triton reduces no booleans).
-
-    factor: of the exponents of `ExpSums`, which the tile and the stored maximum lack.
-    """
-    if isinstance(output, Extremum) and output.kind in ("any", "all"):
-        return monoid.MAX if output.kind == "any" else monoid.MIN
-    if isinstance(output, ExpSums):
-        return monoid.exp_sums_by(partial(exp, factor=factor))
-    return monoid_of(output)
 
 
 def _total(output: ExpSums) -> int | None:
@@ -522,12 +500,12 @@ def _total(output: ExpSums) -> int | None:
 def _extend(output: Output, state: State, factor: float, *block: Any) -> State:
     """Return the state after one more block; a NaN term makes the state NaN.
 
-    factor: as in `_monoid`.
+    factor: as in `kernel_monoid`.
 
     The maximum of exponents may drop a NaN where their sum keeps the NaN. Two more instructions per
     pair would make attention slower.
     """
-    extend = _monoid(output, factor).extend
+    extend = kernel_monoid(output, factor).extend
     if isinstance(output, ExpSums) and _total(output) is not None:
         return extend(state, *block)
     tile, *rest = block
@@ -537,7 +515,7 @@ def _extend(output: Output, state: State, factor: float, *block: Any) -> State:
 def _told(output: Output, state: State, factor: float) -> State:
     """Return the state to store: booleans from integers, and maxima NaN where sums are NaN.
 
-    factor: as in `_monoid`.
+    factor: as in `kernel_monoid`.
     """
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return (state[0] != 0,)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     KernelFamily,
@@ -74,10 +73,3 @@ def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tup
     """
     check_operands(group.avals, operands, "matmul")
     return NORMS.call(group, operands, backend, partial(group_xla, group))
-
-
-def seconds_on_gpu(group: NormGroup, device: Device) -> float:
-    """Predict the seconds of matmuls with sums as one kernel on the GPU of a profile."""
-    work = sum(spec.flops / device.peak(str(spec.factor)) for spec in group.members)
-    work /= device.norms.kernel_share
-    return max(work, group.bytes_moved / device.bytes_per_s) + device.launch_s

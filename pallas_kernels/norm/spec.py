@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -158,6 +158,21 @@ class NormSpec:
         return NormGroup((self,)).bytes_moved
 
     @property
+    def scaled_before(self) -> NormSpec:
+        """Return the spec that reads γ·W in place of W."""
+        return replace(self, gain=None)
+
+    @property
+    def scales_before(self) -> bool:
+        """Return True if an earlier kernel may multiply the weights by γ, with the same rounding.
+
+        Sums of a column and W need the weights as they are; γ·W in f16 might overflow.
+        """
+        as_they_are = any(c is not None for c in self.column_sums)
+        same = all(jnp.dtype(w) == self.factor for w in self.weights)
+        return self.gain is not None and same and not as_they_are
+
+    @property
     def of_x(self) -> tuple:
         """Return a key that is equal for matmuls that can read one x."""
         return self.rows, self.width, self.pairs, self.pairs_swapped
@@ -195,6 +210,11 @@ class NormGroup:
         shared = tuple(itertools.islice(rest, len(self.first.pairs)))
         counts = (len(s.avals) - len(shared) for s in self.members)
         return [(*shared, *itertools.islice(rest, count)) for count in counts]
+
+    @property
+    def scaled_before(self) -> NormGroup:
+        """Return the group that reads γ·W in place of W."""
+        return NormGroup(tuple(s.scaled_before for s in self.members))
 
     @property
     def bytes_moved(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,19 @@ TABLE = Path(__file__).with_name("norm_blocks.json")
 
 @dataclass(frozen=True, slots=True)
 class NormBlocks:
-    """Rows, outputs and k per step of one program, its warps, and the depth of its pipeline."""
+    """Rows, outputs and k per step of one program, its warps, and the depth of its pipeline.
+
+    splits: the parts of k; each has its own programs, and a second kernel adds their sums.
+    scaled_before: an earlier kernel multiplies the weights by γ.
+    """
 
     rows: int
     outputs: int
     step: int
     warps: int
     stages: int
+    splits: int = 1
+    scaled_before: bool = False
 
 
 @functools.cache
@@ -79,8 +85,3 @@ def _clipped(group: NormGroup, blocks: NormBlocks) -> NormBlocks:
         blocks,
         **{k: min(getattr(blocks, k), power_of_two(v, LEAST_SIDE)) for k, v in least.items()},
     )
-
-
-def as_row(blocks: NormBlocks) -> dict[str, int]:
-    """Return the block sizes as the table stores them."""
-    return {f.name: getattr(blocks, f.name) for f in fields(blocks)}

@@ -8,6 +8,7 @@ that are not powers of two are padded by masked loads.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,10 @@ from symjax_rewrite.pallas_kernels.backend import (
     first_reason,
     too_large,
 )
+from symjax_rewrite.pallas_kernels.norm import cost
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowSums
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
-from symjax_rewrite.pallas_kernels.norm.xla import scale_weight
+from symjax_rewrite.pallas_kernels.norm.xla import finished, scale_weight
 from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
 from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, load, store
@@ -104,49 +106,75 @@ def group_triton(
 ) -> tuple[Any, ...]:
     """Run matmuls with sums of one x, a group that `supports` accepts, as one kernel.
 
-    blocks: if left out, those of the table, reduced until they fit the device.
+    blocks: if left out, those of `cost.chosen_cut`. With `scaled_before` XLA multiplies the weights
+        by γ first; with `splits` it adds the sums of all parts, and finishes them.
     interpret: run in Pallas' interpreter, on any device.
     """
-    cut = blocks or accepted(norm_cut(group))
+    cut = blocks or accepted(cost.chosen_cut(group))
+    if cut.scaled_before:
+        operands = _with_scaled_weights(group, operands)
+        group = group.scaled_before
     kernels, first = [], 0
     for spec in group.members:
         kernels.append(_NormKernel(spec, cut, first))
         first += pl.cdiv(spec.outputs, cut.outputs)
+    results = [(kernel, axes, aval) for kernel in kernels for axes, aval in kernel.results]
 
     def run(*refs: Any) -> None:
-        i, j = pl.program_id(0), pl.program_id(1)
-        given = group.given(refs[: -len(kernels)])
-        for kernel, own, out in zip(kernels, given, refs[-len(kernels) :], strict=True):
-            start = functools.partial(kernel.run, kernel.place(i, j), *own, out)
+        place = tuple(map(pl.program_id, range(3)))
+        given = group.given(refs[: -len(results)])
+        rest = iter(refs[-len(results) :])
+        for kernel, own in zip(kernels, given, strict=True):
+            outs = [next(rest) for _ in kernel.results]
+            start = functools.partial(kernel.run, place, own, outs)
             if len(kernels) == 1:
                 start()
             else:
-                pl.when(kernel.is_here(j))(start)
+                pl.when(kernel.is_here(place[1]))(start)
 
     shared = len(group.first.pairs)
-    out_shape = [s.result for s in group.members]
+    out_shape = [aval for _, _, aval in results]
     in_specs = [kernels[0].block_spec(a) for a in kernels[0].axes[:shared]]
     in_specs += [kernel.block_spec(a) for kernel in kernels for a in kernel.axes[shared:]]
+    made = pl.pallas_call(
+        run,
+        grid=(pl.cdiv(group.first.rows, cut.rows), first, cut.splits),
+        in_specs=in_specs,
+        out_specs=[kernel.block_spec(axes) for kernel, axes, _ in results],
+        out_shape=out_shape,
+        cost_estimate=cost_estimate(sum(s.flops for s in group.members), operands, out_shape),
+        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=interpret,
+        name="norm_linear",
+    )(*operands)
+    if cut.splits == 1:
+        return tuple(made)
+    parts = iter(made)
+    given = group.given(operands)
     return tuple(
-        pl.pallas_call(
-            run,
-            grid=(pl.cdiv(group.first.rows, cut.rows), first),
-            in_specs=in_specs,
-            out_specs=[kernel.block_spec("mn") for kernel in kernels],
-            out_shape=out_shape,
-            cost_estimate=cost_estimate(sum(s.flops for s in group.members), operands, out_shape),
-            compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-            interpret=interpret,
-            name="norm_linear",
-        )(*operands)
+        k.combined([next(parts) for _ in k.results], own)
+        for k, own in zip(kernels, given, strict=True)
     )
+
+
+def _with_scaled_weights(group: NormGroup, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the operands of a group with γ·W in place of W."""
+    out: list[Any] = []
+    for spec, own in zip(group.members, group.given(operands), strict=True):
+        pairs, columns, weights, *rest = spec.split(own)
+        if spec.gain is not None:
+            by_rows = [w.T if spec.weights_swapped else w for w in weights]
+            scaled = [scale_weight(spec, w, columns) for w in by_rows]
+            weights = [w.T if spec.weights_swapped else w for w in scaled]
+        out += [*([] if out else pairs), *columns, *weights, *itertools.chain(*rest)]
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
 class _NormKernel:
     """One spec with its block sizes; `first` is the grid index of its first block of outputs.
 
-    The axes of arrays are called "m" (rows), "k" (contracted) and "n" (outputs).
+    The axes of arrays are called "m" (rows), "k" (contracted), "n" (outputs) and "s" (splits).
     """
 
     spec: NormSpec
@@ -172,6 +200,31 @@ class _NormKernel:
         given = (pairs, "k", weights, "m", "n", "mn")
         return [a for a, dtypes in zip(given, spec.groups, strict=True) for _ in dtypes]
 
+    @property
+    def results(self) -> list[tuple[str, Any]]:
+        """Return axes and aval of what a program stores: the result, or the sums of its split.
+
+        Sums in order: products, sides, column sums by weight, and a share of the mean of x.
+        """
+        spec, splits = self.spec, self.blocks.splits
+        if splits == 1:
+            return [("mn", spec.result)]
+        weights = len(spec.weights)
+        kinds = ["smn"] * weights + ["sm"] * len(_side_avals(spec))
+        kinds += ["sn"] * weights * len(spec.column_sums) + ["sm"] * spec.centred
+        size = {"s": splits, "m": spec.rows, "n": spec.outputs}
+        return [(a, jax.ShapeDtypeStruct([size[x] for x in a], jnp.float32)) for a in kinds]
+
+    def combined(self, parts: Sequence[Array], operands: Sequence[Array]) -> Array:
+        """Return the result of the sums of all splits."""
+        spec = self.spec
+        rest = iter([jnp.sum(x, axis=0) for x in parts])
+        products = tuple(itertools.islice(rest, len(spec.weights)))
+        sides = tuple(itertools.islice(rest, len(_side_avals(spec))))
+        columns = tuple(tuple(next(rest) for _ in spec.weights) for _ in spec.column_sums)
+        centre = next(rest) if spec.centred else jnp.zeros((spec.rows,), jnp.float32)
+        return finished(spec, (products, sides, columns, centre), spec.split(operands)[3:])
+
     def is_here(self, j: Any) -> Any:
         """Return True if a program computes a block of this spec."""
         return (j >= self.first) & (j < self.first + self.programs)
@@ -179,18 +232,15 @@ class _NormKernel:
     def block_spec(self, axes: str) -> pl.BlockSpec:
         """Return a program's block of an array: its rows and outputs, and all of k."""
         cut = self.blocks
-        sizes = {"m": cut.rows, "k": self.steps * cut.step, "n": cut.outputs}
+        sizes = {"m": cut.rows, "k": self.steps * cut.step, "n": cut.outputs, "s": None}
 
-        def index(i: Any, j: Any) -> tuple[Any, ...]:
+        def index(i: Any, j: Any, split: Any) -> tuple[Any, ...]:
             last = np.int32(self.programs - 1)  # clipped: another spec may have more outputs
-            place = {"m": i, "k": 0, "n": lax.min(lax.max(j - self.first, np.int32(0)), last)}
+            here = lax.min(lax.max(j - self.first, np.int32(0)), last)
+            place = {"m": i, "k": 0, "n": here, "s": split}
             return tuple(place[a] for a in axes)
 
         return pl.BlockSpec(tuple(sizes[a] for a in axes), index)
-
-    def place(self, i: Any, j: Any) -> dict[str, Any]:
-        """Return the first row and output of a program."""
-        return {"m": i * self.blocks.rows, "n": (j - self.first) * self.blocks.outputs}
 
     def extents(self, axes: str, at: dict[str, Any]) -> list[Extent]:
         """Return the extent of a tile along each axis; `at` has its first element's numbers."""
@@ -225,9 +275,12 @@ class _NormKernel:
             total = lax.fori_loop(np.int32(0), np.int32(self.steps), add, total) / self.spec.width
         return total[:, None]
 
-    def run(self, here: dict[str, Any], *refs: Any) -> None:
+    def run(self, place: tuple[Any, Any, Any], operands: Sequence[Any], outs: list[Any]) -> None:
+        """Compute one block of the result, or of the sums of one split."""
         spec, cut = self.spec, self.blocks
-        pairs, columns, weights, rows, ends, fulls = spec.split(refs[:-1])
+        i, j, split = place
+        here = {"m": i * cut.rows, "n": (j - self.first) * cut.outputs}
+        pairs, columns, weights, rows, ends, fulls = spec.split(operands)
         centre = self.centre(pairs[:1], here)
         sides = len(_side_avals(spec))
         wide, tall = (cut.rows, cut.outputs), (cut.rows,)
@@ -240,20 +293,32 @@ class _NormKernel:
             ),
         )
         step = functools.partial(self.step, (pairs, columns, weights), centre, here)
-        products, side_sums, column_sums = lax.fori_loop(
-            np.int32(0), np.int32(self.steps), step, start
-        )
-        given = (
-            products,
-            tuple(s[:, None] for s in side_sums),
-            tuple(tuple(c[None, :] for c in group) for group in column_sums),
-            centre,
-            tuple(self.load(r, "m", here)[:, None] for r in rows),
-            tuple(self.load(r, "n", here)[None, :] for r in ends),
+        each = pl.cdiv(self.steps, cut.splits)
+        begin, end = np.int32(0), np.int32(self.steps)
+        if cut.splits > 1:
+            begin, end = split * each, lax.min((split + 1) * each, end)
+        sums = (*lax.fori_loop(begin, end, step, start), centre[:, 0])
+        if cut.splits > 1:
+            self.store_sums(sums, here, (i == 0, j == self.first), outs)
+            return
+        operands = (
+            tuple(self.load(r, "m", here) for r in rows),
+            tuple(self.load(r, "n", here) for r in ends),
             tuple(self.load(r, "mn", here) for r in fulls),
         )
-        result = keeping_nan(lambda *parts: spec.finish.fun(RowSums(*parts)))(*given)
-        store(refs[-1], self.extents("mn", here), jnp.broadcast_to(result, wide))
+        result = keeping_nan(functools.partial(finished, spec))(sums, operands)
+        store(outs[0], self.extents("mn", here), result)
+
+    def store_sums(self, sums: Any, here: dict[str, Any], firsts: Any, outs: list[Any]) -> None:
+        """Store the sums of one split; of the programs that know a vector, the first stores it."""
+        is_first = dict(zip("nm", firsts, strict=True))
+        products, sides, columns, centre = sums
+        found = [*products, *sides, *itertools.chain(*columns)]
+        found += [centre / self.blocks.splits] * self.spec.centred
+        for (axes, _), out, total in zip(self.results, outs, found, strict=True):
+            kept = axes[1:]  # without the split, which is squeezed
+            active = is_first[kept] if len(kept) == 1 else None
+            store(out, self.extents(kept, here), total, active)
 
     def step(self, refs: Any, centre: Array, here: dict[str, Any], block: Any, sums: Any) -> Any:
         """Return the sums after one more block of k."""

@@ -32,23 +32,36 @@ def norm_xla(spec: NormSpec, *operands: Any) -> Any:
     sums = []
     for number in spec.column_sums:
         if number is None:
-            sums.append(tuple(jnp.sum(w, axis=0, keepdims=True, dtype=total) for w in scaled))
+            sums.append(tuple(jnp.sum(w, axis=0, dtype=total) for w in scaled))
         else:
-            row = columns[number][None, :].astype(total)
-            exact = lax.Precision.HIGHEST
+            row, exact = columns[number].astype(total), lax.Precision.HIGHEST
             sums.append(tuple(jnp.dot(row, w.astype(total), precision=exact) for w in weights))
+    sides = tuple(jnp.sum(s, axis=1) for s in sides)
+    return finished(spec, (products, sides, tuple(sums), centre[:, 0]), (rows, ends, fulls))
+
+
+def finished(spec: NormSpec, sums: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
+    """Return the result [m, n] of whole sums.
+
+    Args:
+        spec: the matmul.
+        sums: products [m, n], sides [m], column sums [n], and the mean of x [m].
+        operands: the rows [m], ends [n] and fulls [m, n] of the spec.
+    """
+    (products, sides, columns, centre), (rows, ends, fulls) = sums, operands
+    down, across = (lambda x: x[:, None]), (lambda x: x[None, :])
     result = spec.finish.fun(
         RowSums(
             products,
-            tuple(jnp.sum(s, axis=1, keepdims=True) for s in sides),
-            tuple(sums),
-            centre,
-            tuple(r[:, None] for r in rows),
-            tuple(e[None, :] for e in ends),
+            tuple(map(down, sides)),
+            tuple(tuple(map(across, each)) for each in columns),
+            down(centre),
+            tuple(map(down, rows)),
+            tuple(map(across, ends)),
             fulls,
         )
     )
-    return jnp.broadcast_to(result, (spec.rows, spec.outputs)).astype(spec.dtype)
+    return jnp.broadcast_to(result, products[0].shape).astype(spec.dtype)
 
 
 def scale_weight(spec: NormSpec, weight: Any, columns: tuple[Any, ...]) -> Any:

@@ -23,17 +23,15 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels.backend import (
-    NAMED,
     Reason,
     Support,
     first_reason,
     gpu_at_hand,
     power_of_two,
-    too_large,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator
 from symjax_rewrite.pallas_kernels.named_axes import Operand
-from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
+from symjax_rewrite.pallas_kernels.scan.block import carried, within_limits, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
     KINDS,
     ScanProgram,
@@ -99,24 +97,10 @@ def supports(spec: ScanSpec) -> Support:
 
 def expressible(spec: ScanSpec) -> Support:
     """Return `YES` if a scan can be written as a kernel, installed or not."""
-    if spec.named:
-        return Reason(NAMED)
-    spec, _ = without_ones(spec)
-    if 0 in spec.size.values():
-        return Reason("an axis is empty")
-    dtypes = {o.dtype for o in spec.operands} | {dtype for _, dtype in result_shapes(spec)}
-    dtypes.add(spec.dtype)
-    summed = {a for r in spec.readouts for a in r.over}
-    arrays = [*(a.shape for a in spec.avals), *(shape for shape, _ in result_shapes(spec))]
-    refused = first_reason(
-        (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
-        (len(summed) > 1, "readouts sum over more than one axis"),
-        (any(spec.size[a] > MOST_STATES for a in summed), f"a sum over more than {MOST_STATES}"),
-        (too_large(arrays), "an array has more than 2^31 elements"),
-    )
-    if not refused:
-        return refused
-    foreign = unlowered(spec)
+    refusal = within_limits(spec, DTYPES, MOST_STATES)
+    if not refusal:
+        return refusal
+    foreign = unlowered(without_ones(spec)[0])
     return first_reason((bool(foreign), f"Triton has no {', '.join(foreign)}"))
 
 

@@ -7,7 +7,6 @@ A `ScanSpec` describes a scan; `sequential.scan_reference` is its definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     KernelFamily,
-    Reason,
     check_operands,
-    profile_at_hand,
     triton_backend,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel, seconds_in_one_pass
@@ -34,8 +31,10 @@ SCANS: KernelFamily[ScanSpec] = KernelFamily.of(
     triton_backend("symjax_rewrite.pallas_kernels.scan.triton", "scan_triton"),
     triton_backend("symjax_rewrite.pallas_kernels.scan.one_pass", "scan_one_pass", ONE_PASS),
     on_cuda=("triton",),
+    ranked=lambda spec, device: (*(ONE_PASS,) * takes_one_pass(spec, device), "triton"),
 )
 BACKENDS = SCANS.backends
+cuda_backend = SCANS.cuda_backend
 
 
 def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
@@ -67,20 +66,7 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     check_operands(spec.avals, operands, "scan")
     plain = partial(scan_xla, spec)
     elsewhere = partial(plain, tree=False)
-    return SCANS.call(spec, operands, backend, plain, cuda_run=_cuda_run, elsewhere=elsewhere)
-
-
-def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:
-    """Return the backend that "auto" takes on CUDA, or the reasons why there is none."""
-    found, device = SCANS.cuda_backend(spec), profile_at_hand()
-    if isinstance(found, Reason) or device is None or not takes_one_pass(spec, device):
-        return found
-    return BACKENDS[ONE_PASS]
-
-
-def _cuda_run(spec: ScanSpec) -> Callable[..., Any] | Reason:
-    best = cuda_backend(spec)
-    return best if isinstance(best, Reason) else partial(best.run, spec)
+    return SCANS.call(spec, operands, backend, plain, elsewhere=elsewhere)
 
 
 def takes_one_pass(spec: ScanSpec, device: Device) -> bool:
@@ -88,7 +74,7 @@ def takes_one_pass(spec: ScanSpec, device: Device) -> bool:
 
     The rate of that kernel must be measured on the device, and its prediction lower.
     """
-    is_measured = device.source_of("scans.one_pass_instructions").startswith("measured")
+    is_measured = device.is_measured("scans.one_pass_instructions")
     if not is_measured or not BACKENDS[ONE_PASS].supports(spec):
         return False
     by_chunks, in_one_pass = seconds_by_backend(spec, device).values()

@@ -24,8 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import triton_programs
 from symjax_rewrite.pallas_kernels.backend import (
-    NAMED,
-    Reason,
+    TOO_LARGE,
     Support,
     cost_estimate,
     first_reason,
@@ -34,7 +33,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     too_large,
 )
 from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
-from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
+from symjax_rewrite.pallas_kernels.scan.block import carried, within_limits, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
     KINDS,
     Readout,
@@ -56,23 +55,14 @@ TILE = 256  # elements of state per program: eight per thread of one warp
 
 def supports(spec: ScanSpec) -> Support:
     """Return `YES` if this backend runs the scan on a GPU of compute capability 8.0 or newer."""
-    if spec.named:
-        return Reason(NAMED)
+    refusal = within_limits(spec, DTYPES, MOST_SUMMED)
+    if not refusal:
+        return refusal
     spec, _ = without_ones(spec)
-    if 0 in spec.size.values():
-        return Reason("an axis is empty")
-    dtypes = {o.dtype for o in spec.operands} | {spec.dtype}
-    dtypes |= {r.dtype for r in spec.readouts if r.dtype}
-    summed = {a for r in spec.readouts for a in r.over}
-    arrays = [a.shape for a in spec.avals] + [shape for shape, _ in result_shapes(spec)]
-    arrays.append((triton_cut(spec).chunks, *spec.state_shape))
-    foreign = unlowered(spec)
+    maps, foreign = (triton_cut(spec).chunks, *spec.state_shape), unlowered(spec)
     return first_reason(
+        (too_large([maps]), TOO_LARGE),
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
-        (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
-        (len(summed) > 1, "readouts sum over more than one axis"),
-        (any(spec.size[a] > MOST_SUMMED for a in summed), f"a sum over more than {MOST_SUMMED}"),
-        (too_large(arrays), "an array has more than 2^31 elements"),
     )
 
 

@@ -9,8 +9,10 @@ which device it has. May import `profile_groups`, `core_scaling` and `errors`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +43,7 @@ from symjax_rewrite.cost.profile_groups import (
     group,
     quantity,
 )
-from symjax_rewrite.cost.profile_paths import figures
+from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
 from symjax_rewrite.errors import UsageError
 
 
@@ -106,6 +108,24 @@ class Device:
         said = self.provenance
         return said.get(path) or said.get(path.rpartition(".")[0]) or about["source"]
 
+    def is_measured(self, path: str) -> bool:
+        """Return True if a figure was measured on the device itself."""
+        return self.source_of(path).startswith("measured")
+
+    def at_ends(self, paths: Sequence[str]) -> Iterator[Device]:
+        """Yield the profiles with figures at the ends of their ranges, in all combinations.
+
+        A range is as wide as the source of the figure lets it be in doubt (`Margins.estimate`,
+        `Margins.figure`). What holds for all of these profiles holds for the device.
+        """
+        doubts = {True: self.margins.figure, False: self.margins.estimate}
+        by_path = [(path, doubts[self.is_measured(path)]) for path in paths]
+        for signs in itertools.product((-1, 1), repeat=len(paths)):
+            device = self
+            for (path, doubt), sign in zip(by_path, signs, strict=True):
+                device = with_value(device, path, value_of(self, path) * doubt**sign)
+            yield device
+
     @property
     def runs_on_gpu(self) -> bool:
         """Return True for a GPU."""
@@ -163,6 +183,9 @@ PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 # must start ahead; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
 # fast as Triton), whose matmuls need no such care.
 FOLD_SHARE, OLDER_FOLD_SHARE = 0.545, 0.89
+# The same of cuDNN, whose elementwise work runs beside its products: 595 TFLOP/s published at that
+# shape, and 230 on an A100. JAX's own kernel by Mosaic has 568 published.
+LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 1.15, 1.45, 1.07
 # A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
 # `python -m symjax_rewrite calibrate` measures it.
 GPU_SOURCES = {
@@ -170,8 +193,12 @@ GPU_SOURCES = {
     "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
     "launch_s": "estimate",
     "folds.kernel_share": "published, of an H100 and an A100",
+    "folds.library_share": "published, of an H100 and an A100",
+    "folds.mosaic_share": "estimate",
     "folds.block_s": "estimate",
     "norms.kernel_share": "estimate",
+    "norms.scaled_share": "estimate",
+    "norms.drawn": "estimate",
     "scans.kernel_instructions": "estimate",
     "scans.one_pass_instructions": "estimate",
     "scans.step_latency_s": "estimate",
@@ -205,6 +232,8 @@ def _gpu(
         folds=FoldFacts(
             fused_steps_per_s=steps,
             kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
+            library_share=LIBRARY_SHARE if capability >= 9 else OLDER_LIBRARY_SHARE,
+            mosaic_share=MOSAIC_SHARE,
             block_s=15e-6,
             least_pairs=1 << 16,  # fewer take less than a launch; the price decides about others
         ),

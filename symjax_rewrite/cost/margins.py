@@ -55,6 +55,18 @@ def margin(kind: Kind, device: Device, spared_bytes: float = 0.0) -> float:
     return max(least * (1 - share), min(margins.memory, least))
 
 
+def memory_note(spared_bytes: float, device: Device) -> str:
+    """Return a clause on the memory that a candidate spares; empty below one percent of it.
+
+    Example:
+        >>> from symjax_rewrite.cost.device_profiles import DEVICES
+        >>> memory_note(20 * 2**30, DEVICES["h100"])
+        ', and 25% of the memory is spared'
+    """
+    percent = round(100 * spared_bytes / device.memory_bytes)
+    return f", and {percent}% of the memory is spared" if percent else ""
+
+
 def pays_beside(before: Cost | None, after: Cost | None, added_s: float, device: Device) -> bool:
     """Return True if a form dominates or is enough faster with some seconds beside its price."""
     if before is None or after is None or added_s <= 0:

@@ -95,6 +95,8 @@ class Margins:
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
     orientation: float = quantity("1", "a product with its operands swapped", RESIDUALS, 1.25)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
+    estimate: float = quantity("1", "an estimated figure may be off by this factor", JUDGED, 2.0)
+    figure: float = quantity("1", "the same of a measured figure", JUDGED, 1.1)
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
     larger: float = quantity("1", "growth of the largest value that is none", JUDGED, 1.05)
@@ -177,6 +179,11 @@ class FoldFacts:
     kernel_share: float = quantity(
         "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
         "elementwise steps", ON_GPU, 1.0,
+    )  # fmt: skip
+    library_share: float = quantity("1", "the same of cuDNN's attention", ON_GPU, 1.0)
+    mosaic_share: float = quantity(
+        "1", "the same of the kernel by Mosaic; `auto` takes that kernel where this is measured",
+        ON_GPU, 1.0,
     )  # fmt: skip
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     argmax_passes: float = quantity(
@@ -383,6 +390,11 @@ class NormFacts:
     """Norms before linear layers."""
 
     kernel_share: float = quantity("1", "share of the matmul peak in Pallas", ON_GPU, 0.6)
+    scaled_share: float = quantity("1", "the same, where it multiplies weights by γ", ON_GPU, 0.5)
+    drawn: float = quantity(
+        "1", "share of the memory bandwidth that a program draws, times the multiprocessors",
+        ON_GPU, 3.0,
+    )  # fmt: skip
     cut_share: float | None = quantity(
         "1", "least size of weights per result for one joined product, cut; None: apart", JUDGED, 8
     )

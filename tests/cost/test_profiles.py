@@ -157,6 +157,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.fold.mosaic_kernel": dict.fromkeys(("ROWS", "STEP", "TILED"), SHAPE),
     "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
     "pallas_kernels.index_bounds": {"LARGEST_OFFSET": EXACT, "_LINEAR": CODE},
+    "pallas_kernels.norm.cost": dict.fromkeys(("SPLITS", "LEAST_STEPS"), SHAPE),
     "pallas_kernels.positive_factors": {"LEAST_FACTOR": EXACT},
     "pallas_kernels.scan.cost": dict.fromkeys(
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE

@@ -6,6 +6,7 @@ of L2 (NVIDIA's data sheet; CUDA C++ Programming Guide, technical specifications
 GeForce cards of these generations have as much shared memory for a block.
 """
 
+import functools
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
@@ -74,10 +75,16 @@ def compiler(kind: str, shared_bytes: int | None = None) -> Callable[..., Any]:
             "xla_gpu_fail_ptx_compilation_on_register_spilling": not may_spill
         }
         if dump_to is not None:
-            options["xla_dump_to"] = str(dump_to)
+            options |= {"xla_dump_to": str(dump_to), "xla_dump_emitter_re": ".*"}  # with PTX
         return lower(jax.jit(f), placed, kind=kind).compile(compiler_options=options)
 
     return compiled
+
+
+@pytest.fixture(scope="session")
+def compiler_of() -> Callable[..., Any]:
+    """`compiler_of(kind)(f, *avals)`: `f` for a GPU; an error if a kernel spills registers."""
+    return functools.cache(compiler)
 
 
 @pytest.fixture(scope="session")

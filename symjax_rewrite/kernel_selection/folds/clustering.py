@@ -79,7 +79,7 @@ class Cluster:
 
     light: classes computed from index numbers and tests alone that some reduction reduces directly.
     seconds: predicted, of its terms as written and of the folds that replace them. by_size: True if
-    it is refused for its price at named sizes.
+    it is refused for its price at named sizes. memory: a clause on the memory that it spares.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
@@ -88,6 +88,7 @@ class Cluster:
     reason: str = ""
     seconds: tuple[float, float] | None = None
     by_size: bool = False
+    memory: str = ""
 
     @property
     def pairs(self) -> int:

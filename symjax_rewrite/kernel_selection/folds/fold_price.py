@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -128,20 +129,28 @@ def cost_folded(route: FoldRoute, device: Device) -> Cost:
 
     Its FLOPs are the FLOPs of the visited blocks; NaN where data decide which blocks are visited.
     """
-    spec, cuts = route.spec, gpu_kernels(route, device)
+    spec, kernels = route.spec, gpu_kernels(route, device)
     return Cost(
-        _visited_flops(spec, cuts),
+        _visited_flops(spec, kernels),
         bytes=fold_cost.bytes_moved(spec),
-        launches=sum(1 + (cut.splits > 1) for _, cut in cuts) or 1,
+        launches=sum(1 + (kernel.cut.splits > 1) for kernel in kernels) or 1,
         seconds=seconds_folded(route, device),
-        largest=0 if cuts else fold_cost.block_bytes(spec),
+        largest=0 if kernels else fold_cost.block_bytes(spec),
     )
 
 
-def _visited_flops(spec: FoldSpec, cuts: list[tuple[FoldSpec, TritonBlocks]]) -> float:
+class GpuKernel(NamedTuple):
+    """A fold as a kernel of a backend, with block sizes of Triton's."""
+
+    spec: FoldSpec
+    cut: TritonBlocks
+    backend: str
+
+
+def _visited_flops(spec: FoldSpec, kernels: list[GpuKernel]) -> float:
     """Return the FLOPs of kernels with their block sizes, or of loops; NaN if data decide."""
-    found = [fold_cost.visited_flops(p, c.rows, c.cols, slices_of(p, c)) for p, c in cuts]
-    if not cuts:
+    found = [fold_cost.visited_flops(p, c.rows, c.cols, slices_of(p, c)) for p, c, _ in kernels]
+    if not kernels:
         blocks = xla_blocks(spec)
         found = [fold_cost.visited_flops(spec, blocks.rows, blocks.cols)]
     return sum(math.nan if f is None else f for f in found)
@@ -302,7 +311,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     spec, folds = route.spec, device.folds
     kernels = gpu_kernels(route, device)
     if kernels:
-        return sum(_kernel_seconds(route, part, cut, device) for part, cut in kernels)
+        return sum(_kernel_seconds(route, kernel, device) for kernel in kernels)
     blocks = xla_blocks(spec)
     visited = fold_cost.visited_pairs(spec, blocks.rows, blocks.cols)
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
@@ -317,15 +326,16 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
 
 
-def _kernel_seconds(route: FoldRoute, spec: FoldSpec, cut: TritonBlocks, device: Device) -> float:
+def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> float:
     """Return seconds of a fold as a GPU kernel, its columns split if that is predicted faster.
 
     The kernel ends with the longest of its programs, or once the multiprocessors have computed all
     of them. Splits are counted in fractions here, so that neighbouring sizes have like prices.
     """
+    spec, cut, backend = kernel
     visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
     steps = _steps(route, spec, xla_blocks(spec), device)
-    busy = _product_seconds(spec, device, visited) / device.folds.kernel_share
+    busy = _product_seconds(spec, device, visited) / fold_cost.rate(backend, device)
     busy += visited * steps / device.elementwise_per_s
     busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
     columns = int(columns_visited(spec, cut.rows, cut.cols).max(initial=0))
@@ -351,18 +361,18 @@ def _copy_seconds(spec: FoldSpec, device: Device) -> float:
     return copied + turned / device.folds.turned_bytes_per_s
 
 
-def gpu_kernels(route: FoldRoute, device: Device) -> list[tuple[FoldSpec, TritonBlocks]]:
+def gpu_kernels(route: FoldRoute, device: Device) -> list[GpuKernel]:
     """Return the kernels that compute a fold, with block sizes; empty where loops compute it."""
-    if not device.runs_on_gpu or route.backend not in ("auto", "triton", "mosaic", "library"):
+    if not device.runs_on_gpu or route.backend not in ("auto", *fold_cost.RATES):
         return []
-    parts = [part for _, part in one_way(route.spec)]
-    if not all(hasattr(cuda_backend(part), "run") for part in parts):
-        return []
-    cuts = map(fold_cut, parts)
-    return [
-        (part, TritonBlocks() if isinstance(cut, Reason) else cut)
-        for part, cut in zip(parts, cuts, strict=True)
-    ]
+    made = []
+    for _, part in one_way(route.spec):
+        best, cut = cuda_backend(part), fold_cut(part)
+        if isinstance(best, Reason):
+            return []
+        cut = TritonBlocks() if isinstance(cut, Reason) else cut
+        made.append(GpuKernel(part, cut, best.name if route.backend == "auto" else route.backend))
+    return made
 
 
 def promote(one: str, other: str) -> str:

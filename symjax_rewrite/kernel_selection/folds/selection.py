@@ -215,6 +215,7 @@ class _FoldSelection:
         compare = Comparisons(t, cluster, folds, self.device)
         found = [compare.at(sample) for sample in self.samples]
         cluster.seconds = found[0].before_s, found[0].after_s
+        cluster.memory = margins.memory_note(found[0].spared, self.device)
         if any(c.reordered for c in found):
             return Obstacle.CONFLICT(
                 "another order of the product costs less and makes no pairwise term"
@@ -226,8 +227,11 @@ class _FoldSelection:
         pays = any(c.pays(self.device) for c in found)
         cluster.by_size = bool(t.dim_env) and (pays or not self.narrow)
         least = min(margins.margin("fold", self.device, c.spared) for c in found)
+        gain = max(c.before_s / c.after_s for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
-        return Obstacle.COST(f"predicted gain is below {least:.2f}{where}")
+        return Obstacle.COST(
+            f"predicted gain {gain:.2f} is below {least:.2f}{cluster.memory}{where}"
+        )
 
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
@@ -258,7 +262,8 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
-    reason = cluster.reason or f"{cluster.extent()} pairs are never stored ({backends})"
+    stored = f"{cluster.extent()} pairs are never stored ({backends}){cluster.memory}"
+    reason = cluster.reason or stored
     where = t.where(cluster.members[0].exit.cls)
     use = RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
     use.by_size = cluster.by_size

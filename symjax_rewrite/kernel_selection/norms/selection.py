@@ -59,7 +59,8 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
 )
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.backend import Reason
-from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend, seconds_on_gpu
+from symjax_rewrite.pallas_kernels.norm.cost import on_gpu
+from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.usage_records import RouteUse
 
@@ -178,7 +179,7 @@ class _NormSelection:
         before, after = norm, norm if again else 0.0
         for route in made:
             before += sum(self._written(t, p, value, size) for p in route.parts)
-            after += _kernel_seconds(t, route, d)
+            after += _kernel_price(t, route, d)[0]
         gain = before / after
         text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
         if not margins.pays(before, after, "norm", d):
@@ -207,11 +208,11 @@ def _numbered(t: TermGraph, route: NormRoute) -> NormRoute:
     return replace(route, parts=[replace(p, spec=replace(p.spec, rows=rows)) for p in route.parts])
 
 
-def _kernel_seconds(t: TermGraph, route: NormRoute, d: Device) -> float:
-    """Return predicted seconds of one kernel and of the sums over x that it reads."""
-    x = route.parts[0].members[0].x.cls
-    sums_s = _bytes_of(t, x) / d.bytes_per_s + d.launch_s
-    return seconds_on_gpu(route.group, d) + sums_s * len(_sums_of_x(t, route))
+def _kernel_price(t: TermGraph, route: NormRoute, d: Device) -> tuple[float, int]:
+    """Return predicted seconds and launches of a kernel and of the sums over x that it reads."""
+    x, sums = route.parts[0].members[0].x.cls, len(_sums_of_x(t, route))
+    seconds, launches = on_gpu(route.group, d)
+    return seconds + sums * (_bytes_of(t, x) / d.bytes_per_s + d.launch_s), launches + sums
 
 
 def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:
@@ -225,13 +226,13 @@ def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
     """Return the cost of a norm kernel on a GPU; elsewhere XLA runs its operations separately."""
     if not device.runs_pallas:
         return None
-    sums = len(_sums_of_x(t, route))
-    moved = route.group.bytes_moved + sums * _bytes_of(t, route.parts[0].members[0].x.cls)
+    sums = len(_sums_of_x(t, route)) * _bytes_of(t, route.parts[0].members[0].x.cls)
+    seconds, launches = _kernel_price(t, route, device)
     return Cost(
         sum(p.spec.flops for p in route.parts),
-        bytes=moved,
-        launches=1 + sums,
-        seconds=_kernel_seconds(t, route, device),
+        bytes=route.group.bytes_moved + sums,
+        launches=launches,
+        seconds=seconds,
     )
 
 

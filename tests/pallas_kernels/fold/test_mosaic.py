@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from symjax_rewrite.cost.device_profiles import DEVICES, Device
 from symjax_rewrite.errors import KernelError
-from symjax_rewrite.pallas_kernels.backend import accepted
+from symjax_rewrite.pallas_kernels.backend import YES, accepted, planning_for
+from symjax_rewrite.pallas_kernels.fold import mosaic
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.cost import RATES
 from symjax_rewrite.pallas_kernels.fold.fold import FOLDS, fold
 from symjax_rewrite.pallas_kernels.fold.mosaic import (
     OLDEST_JAX,
@@ -197,5 +200,19 @@ def test_older_jax_is_refused(described, monkeypatch):
         fold(attention(), *map(jnp.asarray, draw(attention())), backend="mosaic")
 
 
-def test_auto_takes_it_nowhere():
-    assert "mosaic" not in FOLDS.on_cuda
+def measured(share: float) -> Device:
+    """Return an H200 on which the rate of Mosaic's kernels was measured."""
+    device = DEVICES["h200"]
+    folds = replace(device.folds, mosaic_share=share)
+    provenance = {**device.provenance, f"folds.{RATES['mosaic']}": "measured"}
+    return replace(device, folds=folds, provenance=provenance)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [(DEVICES["h200"], "triton"), (measured(2.0), "mosaic"), (measured(0.1), "triton")],
+)
+def test_auto_takes_it_where_it_is_measured_and_faster(device, name, monkeypatch):
+    monkeypatch.setattr(mosaic, "supports", lambda spec: YES)
+    with planning_for(device):
+        assert getattr(FOLDS.cuda_backend(attention()), "name", None) == name

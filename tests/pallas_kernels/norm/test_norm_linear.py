@@ -1,8 +1,8 @@
 """A norm and a linear layer in one pass: values, gradients, accuracy, one kernel on an H200."""
 
-import dataclasses
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.pallas_kernels.backend import accepted, planning_for
+from symjax_rewrite.pallas_kernels.norm.cost import FIGURES, chosen_cut, forms, launches, on_gpu
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, norm_linears
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
@@ -22,6 +25,7 @@ from symjax_rewrite.pallas_kernels.norm.tiling import (
 )
 from symjax_rewrite.pallas_kernels.norm.triton import group_triton, norm_triton, supports
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
+from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
 from tests.pallas_kernels.norm.layer_gradients import backward_input, backward_weight, gradients
 
 BACKENDS = {
@@ -29,6 +33,9 @@ BACKENDS = {
     "triton": functools.partial(norm_triton, interpret=True),
     "small blocks": functools.partial(
         norm_triton, interpret=True, blocks=NormBlocks(16, 16, 16, 4, 2)
+    ),
+    "splits": functools.partial(
+        norm_triton, interpret=True, blocks=NormBlocks(16, 32, 16, 4, 2, splits=4)
     ),
 }
 # Small programs: most of their time is LLVM's.
@@ -40,9 +47,7 @@ CASES = [
     NormLinear(17, 80, 24, "l2", gated=True, activation="silu"),
     NormLinear(20, 65, 30, "layer", gain=True, gated=True, activation="relu"),
 ]
-HALVES = [
-    dataclasses.replace(a, dtype=t, eps=1e-5) for a in CASES[:3] for t in ("bfloat16", "float16")
-]
+HALVES = [replace(a, dtype=t, eps=1e-5) for a in CASES[:3] for t in ("bfloat16", "float16")]
 
 
 def draw(a: NormLinear, mean: float = 0.0, scale: float = 1.0):
@@ -74,6 +79,9 @@ def naive(a: NormLinear, x, gain, w, v, bias, xp: Any = np):
     return activation(out) * (y @ v if a.gated else 1)
 
 
+SHORT = NormLinear(16, 1024, 4096, dtype="bfloat16")
+
+
 def short(a: NormLinear) -> str:
     return f"{a.norm}-{a.outputs}-{a.activation}-{a.dtype}"
 
@@ -81,7 +89,8 @@ def short(a: NormLinear) -> str:
 @pytest.mark.parametrize("a", [*CASES, *HALVES], ids=short)
 def test_values(a):
     given = draw(a)
-    names = [b for b in BACKENDS if b != "triton" or a.dtype == "float32"]
+    narrow = [b for b in BACKENDS if b not in ("triton", "splits")]
+    names = BACKENDS if a.dtype == "float32" else narrow
     run = quick_jit(lambda *xs: [BACKENDS[b](forward(a), *xs) for b in names])
     rtol = {"float32": 1e-3, "float16": 4e-3, "bfloat16": 3e-2}[a.dtype]
     wanted = naive(a, *given)
@@ -97,7 +106,9 @@ GROUP = [
 ]
 
 
-@pytest.mark.parametrize("blocks", [None, NormBlocks(16, 32, 32, 4, 2)])
+@pytest.mark.parametrize(
+    "blocks", [None, NormBlocks(16, 32, 32, 4, 2, splits=2, scaled_before=True)]
+)
 def test_several_weights_in_one_kernel(blocks):
     drawn = [draw(a) for a in GROUP]
     x = jnp.asarray(drawn[0][0], jnp.float32)
@@ -181,17 +192,17 @@ def test_errors():
     with pytest.raises(KernelError, match="no such backend"):
         norm_linear(forward(a), jnp.ones((3, 4)), jnp.ones((4, 5)), backend="mosaic")
     with pytest.raises(UsageError, match="activation"):
-        gradients(dataclasses.replace(a, activation="relu"), norm_xla, (), jnp.ones(1), 1)
+        gradients(replace(a, activation="relu"), norm_xla, (), jnp.ones(1), 1)
 
 
 def test_backends_give_their_reason():
     spec = forward(NormLinear(3, 4, 5))
-    exact = dataclasses.replace(spec, pairs=("float64",))
-    erf = dataclasses.replace(
+    exact = replace(spec, pairs=("float64",))
+    erf = replace(
         spec, finish=RowProgram(lambda s: jax.lax.erf(s.products[0]), "erf of the product")
     )
-    wide = dataclasses.replace(spec, rows=2**16, outputs=2**16)
-    cases = {"float64": exact, "erf": erf, "empty": dataclasses.replace(spec, rows=0)}
+    wide = replace(spec, rows=2**16, outputs=2**16)
+    cases = {"float64": exact, "erf": erf, "empty": replace(spec, rows=0)}
     for text, changed in {**cases, "2\\^31": wide}.items():
         assert re.search(text, str(supports(NormGroup((changed,)))))
 
@@ -217,6 +228,43 @@ def avals(spec: NormSpec):
 def kernels(compiled) -> int:
     entry = compiled.as_text().split("ENTRY")[1]
     return len(re.findall(r" (?:fusion|custom-call|reduce|transpose|copy|convert)\(", entry))
+
+
+# Rows, width and outputs for which parts of k pay at any likely rate, by device.
+LONG = {"H200": (64, 32768, 256), "A100": (64, 8192, 512), "L4": (16, 16384, 256)}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_splits_of_few_rows_are_predicted_faster(kind):
+    device, long = DEVICES[kind.lower()], NormLinear(*LONG[kind], dtype="bfloat16")
+    with planning_for(device):
+        for a, count in ((long, 2), (SHORT, 1)):
+            group = NormGroup((forward(a),))
+            cut = accepted(chosen_cut(group))
+            assert (cut.splits > 1, cut.scaled_before) == (count > 1, False)
+            assert on_gpu(group, device)[1] == launches(group, cut) == count
+
+
+def test_weights_are_scaled_before_where_measured_rates_say_so():
+    device = DEVICES["h200"]
+    norms = replace(device.norms, scaled_share=0.2)
+    provenance = {**device.provenance, **dict.fromkeys(FIGURES, "measured")}
+    group = NormGroup((forward(NormLinear(4096, 4096, 4096, dtype="bfloat16", gain=True)),))
+    for profile, before in (
+        (device, False),
+        (replace(device, norms=norms), False),  # estimates
+        (replace(device, norms=norms, provenance=provenance), True),
+    ):
+        with planning_for(profile):
+            assert accepted(chosen_cut(group)).scaled_before == before
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"gain": False}])
+def test_weights_are_not_scaled_before(changes):
+    given = {"dtype": "bfloat16", "gain": True, **changes}
+    group = NormGroup((forward(NormLinear(64, 4096, 4096, **given)),))
+    plain = accepted(norm_cut(group))
+    assert not any(cut.scaled_before for cut in forms(group, plain))
 
 
 LAYERS = [
@@ -249,6 +297,18 @@ def test_lowers_without_a_compiler(rows, changes, lower):
 def test_one_kernel_on_an_h200(outputs, rows, changes, compile_h200):
     spec = forward(NormLinear(rows, 4096, outputs, **{"dtype": "bfloat16", **changes}))
     assert kernels(compile_h200(lambda *xs: norm_linear(spec, *xs), *avals(spec))) == 1
+
+
+@pytest.mark.lowering
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+@pytest.mark.parametrize("form", [{"splits": 4}, {"scaled_before": True}])
+@pytest.mark.parametrize("kind", LONG)
+def test_each_form_is_two_kernels(kind, form, compiler_of, described):
+    group = NormGroup((forward(NormLinear(*LONG[kind], dtype="bfloat16", gain=True)),))
+    with described(kind):
+        cut = replace(accepted(norm_cut(group)), **form)
+    compiled = compiler_of(kind)(lambda *xs: group_triton(group, *xs, blocks=cut), *group.avals)
+    assert kernels(compiled) == launches(group, cut) == 2
 
 
 @pytest.mark.lowering
