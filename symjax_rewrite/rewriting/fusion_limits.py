@@ -89,32 +89,32 @@ def _chain(program: Program, x: int, makers: Mapping[int, Equation]) -> Chain:
 
 def _is_view(e: Equation) -> bool:
     """Return True for a reduction of axes of one element."""
-    return e.name in REDUCTIONS and e.eqn.invars[0].aval.size == e.eqn.outvars[0].aval.size
+    sizes = [math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0])]
+    return e.name in REDUCTIONS and sizes[0] == sizes[1]
 
 
 def _reductions(
     found: list[Equation], program: Program, facts: FusionFacts, device: Device
 ) -> Iterator[Candidate]:
+    """Yield reductions of short rows, and products that are computed in reductions."""
     makers = makers_of(program.equations)
-    products: set[int] = set()
+    products: dict[int, Candidate] = {}
     for e in found:
-        (x,), size = e.reads, math.prod(shape_of(e.eqn.invars[0]))
-        chain = _chain(program, x, makers)
+        chain = _chain(program, e.reads[0], makers)
         if chain.steps < 2 or not chain.spread:
             continue
-        seconds = _seconds(e, chain.width, facts, device)
-        if chain.computed and margins.pays(*seconds, "orientation", device):
-            yield candidate(RULE, e.where(), _stored_operand(e), seconds)
-        sides = [made for v in chain.spread if (made := _products(v, makers))]
-        for p in {p.outvals[0]: p for side in sides for p in side}.values():
-            made = p.eqn.outvars[0].aval
-            seconds = facts.product_s * size, facts.stored_s * made.size
-            few = len(sides) < facts.products
-            if few or p.outvals[0] in products or made.dtype not in DTYPES:
-                continue
+        if chain.computed and not _is_along_rows(e, chain.width):
+            seconds = _seconds(e, chain.width, facts, device)
             if margins.pays(*seconds, "orientation", device):
-                products.add(p.outvals[0])
-                yield candidate(RULE, p.where(), _stored_result(p), seconds)
+                yield candidate(RULE, e.where(), _stored_operand(e), seconds)
+        sides = [made for v in chain.spread if (made := _products(v, makers))]
+        for p in [p for side in sides for p in side] if len(sides) >= facts.products else ():
+            made: Any = p.eqn.outvars[0].aval
+            fused_s = facts.product_s * math.prod(shape_of(e.eqn.invars[0]))
+            seconds = fused_s, facts.stored_s * made.size
+            if made.dtype in DTYPES and margins.pays(*seconds, "orientation", device):
+                products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
+    yield from products.values()
 
 
 def _short_sums(
@@ -144,11 +144,15 @@ def _along_rows(e: Equation) -> Replacement:
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
+def _is_along_rows(e: Equation, width: int) -> bool:
+    """Return True for a reduction of whole rows, which the library does in one step each."""
+    shape = shape_of(e.eqn.invars[0])
+    return width == shape[-1] and set(e.eqn.params["axes"]) == {len(shape) - 1}
+
+
 def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tuple[float, float]:
     """Return the seconds of a reduction by rows in a fusion, and of a stored operand."""
     x: Any = e.eqn.invars[0].aval
-    if width == x.shape[-1] and set(e.eqn.params["axes"]) == {x.ndim - 1}:
-        return 0.0, 1.0  # the library reduces rows in one step each
     pages = device.page_seconds(x.size * x.dtype.itemsize)
     return facts.row_s * x.size / width, facts.stored_s * x.size + pages
 

@@ -441,7 +441,8 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     chained = folds.chained if kinds["value"] <= folds.chained_reads else 1.0
     for kind, data, args, _ in route.steps:
         if kind == "apply":
-            node = Node(*data, (Ref(-1, ()),) * len(args), 0, ())
+            op, attr = data
+            node = Node(op, attr, (Ref(-1, ()),) * len(args), 0, ())
             steps += chained * weight(node) + steps_of(node, device) - weight(node)
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice

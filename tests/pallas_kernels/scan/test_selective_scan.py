@@ -99,9 +99,11 @@ def test_accuracy_over_a_long_sequence():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, length, 2)).astype(np.float32) + 1
     dt = rng.uniform(0.5, 1.5, size=x.shape).astype(np.float32)
-    A = -np.arange(1, 5, dtype=np.float32) * np.multiply.outer(np.float32(decays), [[1.0], [1.0]])
+    A = -np.arange(1, 5, dtype=np.float32) * np.multiply.outer(
+        np.asarray(decays, np.float32), [[1.0], [1.0]]
+    )
     B, C = (rng.uniform(0.5, 1, size=(1, length, 4)).astype(np.float32) for _ in range(2))
-    wide = [v.astype(np.float64) for v in (x[0], dt[0], np.float32(A), B[0], C[0])]
+    wide = [v.astype(np.float64) for v in (x[0], dt[0], A.astype(np.float32), B[0], C[0])]
     h, want = np.zeros((len(decays), 2, 4)), np.zeros((length, len(decays), 2))
     for t in range(length):
         x_t, dt_t, b_t, c_t = wide[0][t], wide[1][t], wide[3][t], wide[4][t]
