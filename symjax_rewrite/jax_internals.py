@@ -145,12 +145,12 @@ def of_leaves(
 
 
 def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
-    """Stage a function of arrays that returns a list of arrays out at avals (weak types kept).
+    """Stage a function of arrays out at exact avals (weak types kept); its results are flat.
 
     `jax.make_jaxpr` takes four times as long for a few operations: it makes a `jax.jit` object.
     """
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    flat = _linear_util.wrap_init(fun, debug_info=_STAGED)
+    flat = _linear_util.wrap_init(lambda *xs: jax.tree.leaves(fun(*xs)), debug_info=_STAGED)
     jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(flat, [*map(_core.shaped_abstractify, specs)])
     return ClosedJaxpr(jaxpr, consts)
 

@@ -64,7 +64,7 @@ def equation_seconds(
         rate = device.bytes_per_s * (device.memory.cached_step if cached else 1)
         fixed = _step_launch(eqn, device) if in_step else device.launch_s
         busy = _flops(eqn) * times / device.peak(dtype)
-        busy += _copied_seconds(eqn, times, moving, device)
+        busy += _copied_seconds(eqn, times, moving, summed, device)
         return max(busy, moved / rate) + fixed
     inside = in_step or name != "cond"
     inner = [closed_seconds(b, device, inside) for b in jax_internals.bodies(eqn)]
@@ -118,20 +118,27 @@ def _has_vector(eqn: JaxprEqn) -> bool:
     )
 
 
-def _copied_seconds(eqn: JaxprEqn, times: int, moving: tuple[int, ...], device: Device) -> float:
+def _copied_seconds(
+    eqn: JaxprEqn, times: int, moving: tuple[int, ...], summed: bool, device: Device
+) -> float:
     """Return the seconds in which a product copies operands that it reads across their rows.
 
     The sum goes along the rows of the left operand, and across those of the right one. Each row of
-    the longest axis takes some time.
+    the longest axis takes some time. The other arguments are those of `equation_seconds`.
     """
     if eqn.primitive.name != "dot_general" or _has_vector(eqn):
         return 0.0
     (left, right), (_, batch) = eqn.params["dimension_numbers"]
-    made = aval_size(eqn.outvars[0].aval)
-    summed = math.prod(map(_number, summed_sizes(eqn)))
+    contracted = math.prod(map(_number, summed_sizes(eqn)))
     many = math.prod(_number(shape_of(eqn.invars[1])[k]) for k in batch)
-    free = [aval_size(v.aval) / (summed * many) for v in eqn.invars] if summed * many else [0.0]
-    rows = times * many * max(*free, summed) if made else 0.0
+    axes = [aval_size(v.aval) / max(contracted * many, 1) for v in eqn.invars] + [contracted]
+    if len(moving) == 1:  # the steps are further rows of one operand
+        axes[moving[0]] *= times
+    elif summed:
+        axes[2] *= times
+    else:
+        many *= times
+    rows = many * max(axes) if min(axes) else 0.0
     ends = [k + len(shape_of(eqn.invars[0])) - len(left) for k in range(len(left))]
     starts = [k + len(batch) for k in range(len(right))]
     total = 0.0

@@ -356,6 +356,7 @@ class ColumnReductionFacts:
 class FusionFacts:
     """Reductions of computed arrays in float32, and top-ks, as XLA fuses them."""
 
+    least_elements: int = quantity("elements", "of fewer nothing is gained", JUDGED, 1 << 16)
     row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
     product_s: float = quantity("s/element", "that reads a product in a fusion", ORIENTATION, 1e-9)

@@ -45,6 +45,7 @@ class FusionLimits:
         if facts is None or not context.runs(self.name):
             return
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
+        found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= facts.least_elements]
         if found:
             yield from _reductions(found, program, facts, context.device)
             if context.reorders():
@@ -82,15 +83,17 @@ def _chain(program: Program, x: int, makers: Mapping[int, Equation]) -> Chain:
                 found.width = min([found.width, *program.avals[v].shape[-1:]])
             stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
             seen.update(stack)
-        else:
+        elif maker is None or maker.reads:  # not an iota
             found.computed = False
     return found
 
 
 def _is_view(e: Equation) -> bool:
     """Return True for a reduction of axes of one element."""
-    sizes = [math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0])]
-    return e.name in REDUCTIONS and sizes[0] == sizes[1]
+    if e.name not in REDUCTIONS:
+        return False
+    read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
+    return read == made
 
 
 def _reductions(

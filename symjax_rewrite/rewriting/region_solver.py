@@ -139,8 +139,9 @@ class Solver:
             )
             for model in models
         ]
-        stops = {saturate(x, axioms, self.patterns, options.budget) for x in contexts}
-        stop = ", ".join(sorted(stops))
+        stop = ", ".join(
+            sorted({saturate(x, axioms, self.patterns, options.budget) for x in contexts})
+        )
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
         for model in models:

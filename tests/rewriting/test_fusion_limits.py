@@ -46,6 +46,10 @@ TAKEN = {
     "row sums of a kernel of numbers": (
         lambda x, y: jnp.sum(jnp.exp(-distances(x, y)), 1), array(400, 1), array(300, 1)
     ),
+    "masked forces": (
+        lambda x: jnp.sum(jnp.where(jnp.eye(300)[..., None] > 0, 0, jnp.sin(x - x[:, None])), 1),
+        POINTS,
+    ),
     "distances of one product": (lambda x: jnp.exp(-distances(x @ W, x @ W)), array(128, 64)),
     "distances of two products": (
         lambda x, y: jnp.tanh(distances(x @ W, y @ W)), array(128, 64), array(128, 64)
@@ -68,6 +72,7 @@ LEFT = {
     "operands in memory": (lambda x, y: jnp.sum(jnp.tanh(x * y) + 1, 1), *[array(9, 4000, 2)] * 2),
     "distances of parameters": (lambda x, y: jnp.exp(-distances(x, y)), *[array(128, 32)] * 2),
     "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
+    "few pairs": (lambda x: jnp.sum(jnp.tanh(x - x[:, None]) + 1, 1), array(64, 2)),
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
 }  # fmt: skip
