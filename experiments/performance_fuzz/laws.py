@@ -8,7 +8,9 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 `product_s` and `step_s` of `LoopFacts`. *Pages*: a sum of arrays around the size that the allocator
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
-`feature_sum` and `features_at_once` of `FoldFacts`.
+`feature_sum` and `features_at_once` of `FoldFacts`. *Rows*: products of long matrices with few
+columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained` of
+`FoldFacts`.
 """
 
 from __future__ import annotations
@@ -179,6 +181,24 @@ def features(points: int = 600) -> None:
         print(f"{width:3} features: {took / points**2 * 16e9:.0f} steps of 1/16 ns a pair")
 
 
+def rows(count: int = 200_000) -> None:
+    """Print the times of long matrices of few columns, times small matrices."""
+    for width, out in itertools.product((2, 3, 4, 5, 7, 8, 12, 16), (2, 3, 8)):
+        took = seconds_of(lambda x, w: x @ w, array(count, width), array(width, out))
+        print(f"{width:2} by {out}: {took / count * 1e9:.2f} ns a row")
+
+
+def tiles(points: int = 2000) -> None:
+    """Print the steps per operation of a fold of sums over features."""
+    for width in (4, 8, 16, 32, 64):
+        x, y = array(points, width), array(points, width)
+        fold = sym_optimize(
+            lambda x, y: jnp.sum(jnp.sum(jnp.abs(x[:, None] - y[None]), -1), 1), kernels="always"
+        )
+        each = seconds_of(fold, x, y) / (points**2 * 3 * width) * 16e9
+        print(f"{width:2} features: {each:.2f} of a step an operation")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -191,6 +211,8 @@ def main() -> None:
         pages()
         search()
         features()
+        rows()
+        tiles()
 
 
 if __name__ == "__main__":

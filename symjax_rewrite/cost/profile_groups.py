@@ -200,9 +200,9 @@ class FoldFacts:
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
     chained: float = quantity(
-        "1", "of a step, by an operation other than a function in the tile of a fold", FOLDS, 1.0
+        "1", "of a step, by an operation other than a function in the tile of a fold", LAWS, 1.0
     )
-    chained_reads: int = quantity("1", "values that such a tile reads, at most", FOLDS, 64)
+    chained_reads: int = quantity("1", "values that such a tile reads, at most", LAWS, 64)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
     feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
