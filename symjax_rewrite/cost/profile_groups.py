@@ -172,6 +172,9 @@ class FoldFacts:
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
+    least_sparse_product: float = quantity(
+        "1", "the same, where it runs as a product of matrices", JUDGED, 64
+    )
     least_of_sort: float = quantity("1", "least length of a sorted row, per kept one", JUDGED, 4)
     block_s: float = quantity(
         "s", "beside a block's products, where loops and no kernel run a fold", FOLDS, 0.0

@@ -20,6 +20,8 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.cost.profile_groups import FoldFacts
+from symjax_rewrite.cost.term_cost import is_dot, is_thin
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
@@ -134,14 +136,15 @@ class SparseRoute(OneClass):
 class _Finder:
     """Search for sums of sparse classes.
 
-    least: minimum number of elements of a class. share: minimum ratio between the terms of a
-    product and the summed terms. supports: for classes that are zero at the zeros of a sparse
-    class, the sparse class over their indices. given: classes that are elementwise in inputs. cuts:
-    slices already built.
+    least: minimum number of elements of a class. share: minimum ratio between the terms of a sum and
+    the summed terms; product_share: of a product of matrices. supports: for classes that are zero
+    at the zeros of a sparse class, the sparse class over their indices. given: classes that are
+    elementwise in inputs. cuts: slices already built.
     """
 
-    def __init__(self, t: TermGraph, need: Needed, least: int, share: float) -> None:
-        self.t, self.g, self.need, self.least, self.share = t, t.graph, need, least, share
+    def __init__(self, t: TermGraph, need: Needed, least: int, folds: FoldFacts) -> None:
+        self.t, self.g, self.need, self.least = t, t.graph, need, least
+        self.share, self.product_share = folds.least_sparse_share, folds.least_sparse_product
         self.cuts: dict[tuple, Ref] = {}
         self.sources = {cls: s for cls in need.order if (s := self._sparse(cls)) is not None}
         self.supports: dict[int, Ref] = {}
@@ -234,7 +237,9 @@ class _Finder:
         row = max((i for i in held.axes if i != column), key=sizes.__getitem__)
         extra = dict(source.extra)
         terms = math.prod(sizes[i] for i in lead) * math.prod(extra.values())
-        if terms * self.share > math.prod(sizes.values()):
+        is_product = is_dot(node) and not is_thin(node)
+        share = self.product_share if is_product else self.share
+        if terms * share > math.prod(sizes.values()):
             return None
         if column < node.out and math.prod(sizes[i] for i in range(node.out)) > MOST_ELEMENTS:
             return None
@@ -286,7 +291,7 @@ class SparseReductions:
         t, least = terms.t, folds.least_sparse_pairs if auto else 0
         if t.dim_env:
             return
-        finder = _Finder(t, terms.need, least, folds.least_sparse_share)
+        finder = _Finder(t, terms.need, least, folds)
         by_source: dict[Sparse, list[SparseRoute]] = {}
         for route in map(finder.route, terms.need.order):
             if route is not None:
