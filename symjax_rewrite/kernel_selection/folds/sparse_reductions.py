@@ -137,9 +137,9 @@ class _Finder:
     """Search for sums of sparse classes.
 
     least: minimum number of elements of a class. share: minimum ratio between the terms of a sum
-    and the summed terms; product_share: of a product of matrices. supports: for classes that are zero
-    at the zeros of a sparse class, the sparse class over their indices. given: classes that are
-    elementwise in inputs. cuts: slices already built.
+    and the summed terms; product_share: of a product of matrices. supports: for classes that are
+    zero at the zeros of a sparse class, the sparse class over their indices. given: classes that
+    are elementwise in inputs. cuts: slices already built.
     """
 
     def __init__(self, t: TermGraph, need: Needed, least: int, folds: FoldFacts) -> None:
