@@ -154,11 +154,7 @@ class Solver:
             priced = [*zip(models, before, strict=True)]
             best, crossovers = self._symbolic(g, roots, found, priced, frozen)
         log("cost", "%s (%s)", best.reason, stop)
-        changed = changed_classes(g, best.choice, roots) if best.taken else []
-        if best.taken:  # I·a = a: a computed class becomes an input
-            given = {_root(g, to[c].cls) for c in region.leaves}
-            made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
-            changed += [c for c in made if c in given]
+        changed = _changed(g, best, roots, region, to) if best.taken else []
         b, a = best.before.seconds, best.after.seconds
         gains = b > 0 and margins.pays(b, a, "told", self.context.device)
         return Solution(
@@ -208,6 +204,16 @@ class Solver:
         same = replace(before, seconds=found[0].before.seconds)
         reason = Obstacle.SIZES("neither form is cheaper for all sizes")
         return Extraction(same, same, original, False, reason), crossovers
+
+
+def _changed(
+    g: EGraph, best: Extraction, roots: tuple[int, ...], region: Region, to: dict[int, Ref]
+) -> list[int]:
+    """Return the classes of a form that are computed another way."""
+    given = {_root(g, to[c].cls) for c in region.leaves}
+    made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
+    # I·a = a: a computed class becomes an input
+    return changed_classes(g, best.choice, roots) + [c for c in made if c in given]
 
 
 def _pays_at_each(
