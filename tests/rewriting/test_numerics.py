@@ -242,7 +242,12 @@ CORRELATED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CORRELATED)
+NEWER = jax.__version_info__ >= (0, 11)  # traces this gradient with one more reader of the products
+KNOWN = pytest.mark.xfail(NEWER, strict=True, reason="factored for one of three readers")
+ROUNDED_ONCE = [pytest.param(n, marks=KNOWN if "factored" in n else ()) for n in CORRELATED]
+
+
+@pytest.mark.parametrize("name", ROUNDED_ONCE)
 def test_values_that_cancel_are_rounded_once(name):
     """|v|·(u − μ) − Σ(v − μ) is Σ(u − v) for any μ, but not for two roundings of μ."""
     f, transform, choice, seeds = CORRELATED[name]
