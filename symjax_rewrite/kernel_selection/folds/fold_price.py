@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -285,9 +286,8 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
             last[a.cls] = max(last.get(a.cls, -1), until)
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
-    # XLA repeats arithmetic in every loop that reads its result, but no function.
-    again = {c for c in mine if _is_arithmetic(choice[c]) and c not in read_whole}
-    held = [c for c in order if c in written and c not in exits and c not in again]
+    fused = _fused_into_readers(choice, order) - read_whole
+    held = [c for c in order if c in written and c not in exits and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
     users = Counter(a.cls for c in order for a in choice[c].args)
@@ -301,9 +301,24 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
 
 
+def _fused_into_readers(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
+    """Return the elementwise classes that XLA computes in the loops that read them.
+
+    One loop computes all that it reads once. Arithmetic is repeated in several loops, a function is
+    not.
+    """
+    loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
+    for c in reversed(order):
+        mine = loops[c] if is_elementwise(choice[c]) else {c}
+        for a in choice[c].args:
+            loops[a.cls] |= mine or {c}
+    elementwise = [c for c in order if is_elementwise(choice[c])]
+    return {c for c in elementwise if len(loops[c]) <= 1 or _is_arithmetic(choice[c])}
+
+
 def _is_arithmetic(node: Node) -> bool:
     """Return True for an elementwise operation that takes a step."""
-    return is_elementwise(node) and (node.op != MAP or node.attr[0] not in FUNCTIONS)
+    return node.op != MAP or node.attr[0] not in FUNCTIONS
 
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
