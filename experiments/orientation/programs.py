@@ -193,7 +193,7 @@ def fused() -> dict[str, Program]:
     return {
         "distances of embeddings": (distance_loss, (array(512, 64), array(64, 32))),
         "forces in the plane": (forces, (array(600, 2),)),
-        "kernel of numbers": (kernel_smoother, (array(4000, 1), array(200, 1), array(200, 4))),
+        "kernel of numbers": (kernel_smoother, (array(7000, 1), array(134, 1), array(134, 4))),
         "threshold of a top-k": (lambda x: x >= jax.lax.top_k(x, 8)[0][:, -1:], (array(512, 512),)),
         "sums of points": (lambda x: jnp.sum(x, -1), (array(300_000, 3),)),
     }

@@ -361,6 +361,9 @@ class FusionFacts:
 
     least_elements: int = quantity("elements", "of fewer nothing is gained", JUDGED, 1 << 16)
     row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
+    vector: int = quantity(
+        "elements", "stored rows of whole vectors are reduced fast", ORIENTATION, 8
+    )
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
     product_s: float = quantity("s/element", "that reads a product in a fusion", ORIENTATION, 1e-9)
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)

@@ -100,16 +100,20 @@ def _reductions(
     found: list[Equation], program: Program, facts: FusionFacts, device: Device
 ) -> Iterator[Candidate]:
     """Yield reductions of short rows, and products that are computed in reductions."""
-    makers = makers_of(program.equations)
+    makers, users = makers_of(program.equations), users_of(program.equations)
     products: dict[int, Candidate] = {}
     for e in found:
         chain = _chain(program, e.reads[0], makers)
         if chain.steps < 2 or not chain.spread:
             continue
         if chain.computed and not _is_along_rows(e, chain.width):
-            seconds = _seconds(e, chain.width, facts, device)
+            before_s, after_s = _seconds(e, chain.width, facts, device)
+            seconds = before_s, after_s + _repeated_seconds(chain, e, makers, device)
             if margins.pays(*seconds, "orientation", device):
-                yield candidate(RULE, e.where(), _stored_operand(e), seconds)
+                shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
+                part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
+                if not (shared and _reduced(e) % facts.vector == 0):
+                    yield candidate(RULE, e.where(), part, seconds)
         sides = [made for v in chain.spread if (made := _products(v, makers))]
         for p in [p for side in sides for p in side] if len(sides) >= facts.products else ():
             made: Any = p.eqn.outvars[0].aval
@@ -158,6 +162,28 @@ def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tup
     x: Any = e.eqn.invars[0].aval
     pages = device.page_seconds(x.size * x.dtype.itemsize)
     return facts.row_s * x.size / width, facts.stored_s * x.size + pages
+
+
+def _reduced(e: Equation) -> int:
+    """Return the elements that one result is reduced from."""
+    read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
+    return read // made
+
+
+def _repeated_seconds(
+    chain: Chain, e: Equation, makers: Mapping[int, Equation], device: Device
+) -> float:
+    """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
+    size = math.prod(shape_of(e.eqn.invars[0]))
+    seen, stack, steps = set(chain.spread), [*chain.spread], 0.0
+    for v in stack:
+        maker = makers.get(v)
+        if maker is not None and maker.name in ELEMENTWISE | VIEWS:
+            made = math.prod(shape_of(maker.eqn.outvars[0]))
+            steps += (size - made) * device.functions.of(maker.name)
+            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
+            seen.update(stack)
+    return steps / device.folds.fused_steps_per_s
 
 
 def _products(value: int, makers: Mapping[int, Equation]) -> list[Equation]:

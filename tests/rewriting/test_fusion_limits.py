@@ -46,6 +46,10 @@ TAKEN = {
     "row sums of a kernel of numbers": (
         lambda x, y: jnp.sum(jnp.exp(-distances(x, y)), 1), array(400, 1), array(300, 1)
     ),
+    "a kernel that a product reads too": (
+        lambda x, y, v: (lambda k: k @ v / jnp.sum(k, 1, keepdims=True))(jnp.exp(-distances(x, y))),
+        array(700, 1), array(134, 1), array(134, 3),
+    ),
     "masked forces": (
         lambda x: jnp.sum(jnp.where(jnp.eye(300)[..., None] > 0, 0, jnp.sin(x - x[:, None])), 1),
         POINTS,
@@ -72,6 +76,10 @@ LEFT = {
     "operands in memory": (lambda x, y: jnp.sum(jnp.tanh(x * y) + 1, 1), *[array(9, 4000, 2)] * 2),
     "distances of parameters": (lambda x, y: jnp.exp(-distances(x, y)), *[array(128, 32)] * 2),
     "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
+    "whole vectors that are stored for a product too": (
+        lambda x, y, v: (lambda k: k @ v / jnp.sum(k, 1, keepdims=True))(jnp.exp(-distances(x, y))),
+        array(400, 1), array(200, 1), array(200, 3),
+    ),
     "few pairs": (lambda x: jnp.sum(jnp.tanh(x - x[:, None]) + 1, 1), array(64, 2)),
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
