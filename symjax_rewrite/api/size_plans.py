@@ -104,7 +104,7 @@ def sizes_of(
 
 @dataclass(frozen=True, slots=True)
 class RangePlan:
-    """What is emitted where every named size is in a range.
+    """Program that is emitted where every named size is in a range.
 
     emitted: with symbolic sizes; None if other sizes in the ranges might ask for another decision.
     """

@@ -45,7 +45,9 @@ class FusionLimits:
         if facts is None or not context.runs(self.name):
             return
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
-        found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= facts.least_elements]
+        least = facts.least_elements
+        found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= least]
+        found = [e for e in found if not _is_view(e)]
         if found:
             yield from _reductions(found, program, facts, context.device)
             if context.reorders():

@@ -80,6 +80,10 @@ LEFT = {
         lambda x, y, v: (lambda k: k @ v / jnp.sum(k, 1, keepdims=True))(jnp.exp(-distances(x, y))),
         array(400, 1), array(200, 1), array(200, 3),
     ),
+    "no axes": (
+        lambda x: lax.reduce_sum_p.bind(jnp.tanh(x - x[:, None]) + 1, axes=(), out_sharding=None),
+        POINTS,
+    ),
     "few pairs": (lambda x: jnp.sum(jnp.tanh(x - x[:, None]) + 1, 1), array(64, 2)),
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
