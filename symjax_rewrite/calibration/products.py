@@ -58,6 +58,18 @@ def transposed_results(device: Device) -> Sequence[Case]:
     return cases
 
 
+def copied_operands(device: Device) -> Sequence[Case]:
+    """Return products in batches along a middle axis, less those along the first; elements."""
+    cases = []
+    for rows, batches, summed in ((100, 100, 100), (512, 16, 512), (1000, 20, 300)):
+        x, z = jnp.ones((rows, batches, summed)), jnp.ones((batches, rows, summed))
+        y = jnp.ones((batches, summed, 8))
+        across = lambda x, z, y: jnp.einsum("abc,bck->bak", x, y)  # noqa: E731
+        first = lambda x, z, y: jnp.einsum("bac,bck->bak", z, y)  # noqa: E731
+        cases.append(Case(x.size, across, (x, z, y), less=first))
+    return cases
+
+
 MEASUREMENTS = (
     products_of("float32"),
     products_of("tf32", "float32"),
@@ -68,4 +80,5 @@ MEASUREMENTS = (
     products_of("default", "int32"),
     Measurement("layouts.across_s", products_across, lowest),
     Measurement("layouts.result_s", transposed_results, slope),
+    Measurement("layouts.copy_s", copied_operands, slope),
 )

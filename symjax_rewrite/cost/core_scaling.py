@@ -57,6 +57,7 @@ LAWS_BY_PATH = {
     "folds.block_s": LAUNCH,
     "scans.chunks.chunk_s": LAUNCH,
     "layouts.result_s": BANDWIDTH,
+    "layouts.copy_s": BANDWIDTH,
 }
 
 

@@ -337,6 +337,9 @@ class ProductLayouts:
         "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.25e-9
     )
     result_s: float = quantity("s/element", "a result transposed apart", ORIENTATION, 1.5e-9)
+    copy_s: float = quantity(
+        "s/element", "an array in memory read in another order of axes", ORIENTATION, 0.5e-9
+    )
     least_sum: int = quantity("elements", "shorter sums are fast in all layouts", ORIENTATION, 64)
     least_elements: int = quantity(
         "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
