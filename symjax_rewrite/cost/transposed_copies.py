@@ -8,7 +8,7 @@ computes elementwise functions where they are read: what a copy moves are the ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,8 @@ def transposed_seconds(program: Program, device: Device) -> float:
         and e.outvals[0] not in outputs
         and all(r.name == "dot_general" for r in users.get(e.outvals[0], ()))
     }
-    copies = _Copies(makers_of(program.equations), device.layouts)
+    shared = {v for v, readers in users.items() if len(readers) > 1}
+    copies = _Copies(makers_of(program.equations), shared, device, device.layouts)
     seconds = 0.0
     for e in program.equations:
         if e.name == "transpose" and e.outvals[0] not in folded:
@@ -53,9 +54,14 @@ def _operand(e: Equation, side: int, copies: _Copies) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """The copies of values in other orders of their axes."""
+    """The copies of values in other orders of their axes.
+
+    shared: the values that several equations read, so that one order does not serve all.
+    """
 
     makers: Mapping[int, Equation]
+    shared: Collection[int]
+    device: Device
     layouts: ProductLayouts
 
     def of(self, v: object, aval: Any, order: Sequence[int], is_operand: bool = False) -> float:
@@ -70,15 +76,17 @@ class _Copies:
             return self._through(maker, order, is_operand)
         if long == sorted(long):
             return 0.0
-        if maker is not None and maker.name in ELEMENTWISE:
+        is_stored = is_operand and v in self.shared
+        if maker is not None and not is_stored and maker.name in ELEMENTWISE:
             return self._through(maker, order, is_operand)
-        if maker is not None and maker.name == "broadcast_in_dim":
+        if maker is not None and not is_stored and maker.name == "broadcast_in_dim":
             axes = maker.eqn.params["broadcast_dimensions"]
             return self._through(maker, [axes.index(k) for k in order if k in axes], is_operand)
         is_result = maker is not None and maker.name == "dot_general" and not is_operand
         across = is_result and long[-1] != max(long)
         rate = self.layouts.result_s if across else self.layouts.copy_s
-        return math.prod(shape) * rate
+        elements = math.prod(shape)
+        return elements * rate + self.device.page_seconds(elements * aval.dtype.itemsize)
 
     def _through(self, maker: Equation, order: Sequence[int], is_operand: bool) -> float:
         """Return the seconds for what a value is computed from where it is read."""
