@@ -24,7 +24,7 @@ def copies(fun: Any, *shapes: tuple[int, ...]) -> float:
     """The elements that transposed copies of a program move on the CPU."""
     assert CPU.layouts is not None
     closed = jax.make_jaxpr(fun)(*[spec(*s) for s in shapes])
-    return transposed_seconds(flatten(closed), CPU) / CPU.layouts.result_s
+    return transposed_seconds(flatten(closed), CPU) / CPU.layouts.copy_s
 
 
 def rewritten(fun: Any, *shapes: tuple[int, ...]) -> Any:
@@ -39,6 +39,7 @@ def rewritten(fun: Any, *shapes: tuple[int, ...]) -> Any:
         (lambda a, b: a @ b.T, ((8, 4), (6, 4))),
         (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), ((3, 8, 4), (3, 4, 6))),
         (lambda a: a.reshape(1, 8, 4).transpose(1, 0, 2), ((8, 4),)),
+        (lambda a, b: jnp.sin((a[:, None] * b[None]).T), ((8,), (4,))),
     ],
 )
 def test_what_products_fold_is_no_copy(fun: Any, shapes: Any) -> None:
@@ -57,6 +58,26 @@ def test_what_products_fold_is_no_copy(fun: Any, shapes: Any) -> None:
 )
 def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
     assert copies(fun, *shapes) == pytest.approx(elements)
+
+
+def test_a_result_read_across_its_rows_is_dearer_than_an_array_in_another_order() -> None:
+    rows = copies(lambda a, b: jnp.sin((a @ b).reshape(8, 3, 64).swapaxes(0, 1)), (8, 4), (4, 192))
+    across = copies(lambda a, b: jnp.sin((a @ b).T), (8, 4), (4, 192))
+    assert 8 * 192 == pytest.approx(rows) and across > 2 * rows
+
+
+def test_differences_that_a_product_reads_in_another_order_are_stored_once_more() -> None:
+    """A product reads differences with its batch first; a norm beside it reads them as they are."""
+
+    def alone(x: Any, y: Any, w: Any) -> Any:
+        return jnp.einsum("ab,abc->bc", w, x[:, None] - y[None])
+
+    def shared(x: Any, y: Any, w: Any) -> Any:
+        d = x[:, None] - y[None]
+        return jnp.einsum("ab,abc->bc", jnp.sum(d * d, -1), d)
+
+    shapes = (50, 8), (70, 8), (50, 70)
+    assert copies(shared, *shapes) - copies(alone, *shapes) == pytest.approx(50 * 70 * 8)
 
 
 def test_an_order_of_products_that_needs_a_larger_copy_is_refused() -> None:

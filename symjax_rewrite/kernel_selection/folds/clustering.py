@@ -371,6 +371,10 @@ def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> 
         others = [u for u in need.users.get(cls, ()) if u not in inner | exits | passed]
         if others:
             return Obstacle.READER(f"the pairwise term is also used by {_name(t, others[0])}")
+    weights = {a.cls for c in cluster.members for a in c.exit.args if not c.pair.holds(a)}
+    if stored := inner & weights:
+        kept = _name(t, min(stored))
+        return Obstacle.READER(f"the pairwise term of {kept} is also read as a whole operand")
     for cls in passed:
         if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
             return Obstacle.READER(

@@ -55,6 +55,17 @@ def test_an_operand_read_across_its_storage_costs_its_transposition():
     assert not takes_fold(adapter, (8, 2048), (2048, 2048), (2048, 8), (8, 2048), (2048,))
 
 
+def test_a_kernel_matrix_that_a_product_reads_whole_is_stored_once():
+    """Kᵀ K reads K as an operand too: a fold would compute K beside the stored one."""
+
+    def ridge(x, z, w):
+        k = jnp.exp(-0.5 * jnp.sum((x[:, None] - z[None]) ** 2, -1))
+        return k @ w, k.T @ k
+
+    assert not takes_fold(ridge, (3000, 4), (100, 4), (100,))
+    assert takes_fold(lambda x, z, w: ridge(x, z, w)[0], (3000, 4), (1000, 4), (1000,))
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_rows_of_a_whole_sum_follow_the_storage_of_its_operand(turned):
     def whole(y, u, v):
