@@ -18,7 +18,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FUNCTIONS, FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, steps_of, weight
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -275,15 +275,20 @@ def _rows(m: ClusterMember) -> int:
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written."""
     choice, mine, exits, roots = _written(t, cluster)
-    order = sorted(mine)
+
+    def operands(c: int) -> list[int]:
+        return [a.cls for a in choice[c].args if a.cls in mine]
+
+    order = postorder(roots, operands)  # what one reduction needs alone is freed before the next
+    place = {c: n for n, c in enumerate(order)}
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     written = model.written(facts, roots, facts.keys() - mine)
     last: dict[int, int] = {}
     for c in reversed(order):
-        until = c if c in written else last.get(c, c)
-        for a in node_of(t.graph, c).args:
-            last[a.cls] = max(last.get(a.cls, -1), until)
+        until = place[c] if c in written else last.get(c, place[c])
+        for a in operands(c):
+            last[a] = max(last.get(a, -1), until)
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
     fused = _fused_into_readers(choice, order) - read_whole
@@ -295,8 +300,8 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     def lives(c: int, x: int) -> bool:
         # x is computed in c's buffer, unless c is also reduced on the way to x
         overwritten = x in in_place and (x in roots or users[c] == 1)
-        until = last.get(c, c)
-        return c <= x and (x < until or (x == until and (c == x or not overwritten)))
+        at, until = place[x], last.get(c, place[c])
+        return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
 
