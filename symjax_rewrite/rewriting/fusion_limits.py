@@ -26,6 +26,7 @@ from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
+from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
 from symjax_rewrite.rewriting.equation_forms import candidate, is_in_place, unstored_bytes
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 
@@ -203,19 +204,13 @@ def _products(value: int, makers: Mapping[int, Equation]) -> list[Equation]:
     return found
 
 
-def _rounded(x: Any) -> Any:
-    """Return a value rounded to its own precision: unchanged."""
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
-
-
 def _stored_operand(e: Equation) -> Replacement:
-    run = lambda x: e.eqn.primitive.bind(_rounded(x), **e.eqn.params)  # noqa: E731
+    run = lambda x: e.eqn.primitive.bind(stored_apart(x), **e.eqn.params)  # noqa: E731
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
 def _stored_result(e: Equation) -> Replacement:
-    run = lambda *xs: _rounded(e.eqn.primitive.bind(*xs, **e.eqn.params))  # noqa: E731
+    run = lambda *xs: stored_apart(e.eqn.primitive.bind(*xs, **e.eqn.params))  # noqa: E731
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
