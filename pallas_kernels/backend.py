@@ -119,8 +119,8 @@ def gpu_at_hand() -> Gpu:
         return _gpu_of_profile(known_device(described.device_kind))
     if jax.default_backend() != "gpu":
         return Gpu()
-    gpus = [_gpu_of(device) for device in jax.local_devices()]
-    return Gpu(min(g.shared_bytes for g in gpus), min(g.capability for g in gpus))
+    limits = [astuple(_gpu_of(device)) for device in jax.local_devices()]
+    return Gpu(*map(min, zip(*limits, strict=True)))
 
 
 def profile_at_hand() -> Device | None:
@@ -145,10 +145,6 @@ def _gpu_of(device: Any) -> Gpu:
     capability = getattr(device, "compute_capability", None) or known.capability
     count = getattr(device, "core_count", None) or known.multiprocessors
     return Gpu(int(shared), float(capability), int(count))
-
-
-def _least(gpus: Sequence[Gpu]) -> Gpu:
-    return Gpu(*(min(each) for each in zip(*map(astuple, gpus), strict=True)))
 
 
 def too_large(shapes: Iterable[Sequence[int]]) -> bool:

@@ -125,13 +125,13 @@ class _TwoModes:
     def transpose(
         self, known: Sequence[Array], linear: dict[int, Any], cotangents: Sequence[Array]
     ) -> list[Array]:
-        """Return cotangents of the operands that the call is linear in."""
-        rest = iter(known)
-        count = len(self.closed.in_avals)
-        fixed = [None if k in linear else next(rest) for k in range(count)]
-        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
-        pull = jax.linear_transpose(_of(self.forward, fixed, list(linear)), *specs)
-        return list(pull(tuple(cotangents)))
+        """Return cotangents of the operands that the call is linear in: its pullback anywhere."""
+        rest, live = iter(known), list(linear)
+        zeros = {k: jnp.zeros(a.shape, a.dtype) for k, a in linear.items()}
+        primals = [zeros[k] if k in zeros else next(rest) for k in range(len(self.closed.in_avals))]
+        _, residuals, pull = self.vjp(primals, live)
+        given = [c for c, m in zip(cotangents, self.moving(live), strict=True) if m]
+        return pull(residuals, given)
 
 
 def _of(fun: Fun, operands: Sequence[Array | None], live: list[int]) -> Fun:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src.interpreters import mlir as _mlir
 
@@ -144,3 +145,46 @@ def _lower_absent(ctx: Any, *, what: str, wanted: str, **_: Any) -> NoReturn:
 _absent_p.def_abstract_eval(lambda *, avals, **_: avals)
 _absent_p.def_impl(lambda *, what, wanted, **_: _refuse(what, wanted, jax.default_backend()))
 _mlir.register_lowering(_absent_p, _lower_absent)
+
+
+def cudnn_attention(
+    query: Any, key: Any, value: Any, lengths: Any | None, scale: float, causal: bool
+) -> tuple[Any, Any]:
+    """Return cuDNN's attention and its statistics, by the call that cuDNN's gradient uses too.
+
+    `jax.nn.dot_product_attention` rounds the log-sum-exp to the dtype of the queries.
+
+    Args:
+        query: f16 or bf16 [b, m, h·g, d].
+        key: [b, n, h, d].
+        value: [b, n, h, d].
+        lengths: the numbers of keys, int32[b]; None for all keys.
+        scale: of the scores.
+        causal: True if query i attends to keys up to i.
+
+    Returns:
+        The attention [b, m, h·g, d] and the log-sum-exp of the scores, f32[b, h·g, m].
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    padded = lengths is not None
+    masks = fused.MaskType
+    mask = {
+        (False, False): masks.NO_MASK,
+        (False, True): masks.CAUSAL,
+        (True, False): masks.PADDING,
+        (True, True): masks.PADDING_CAUSAL,
+    }[padded, causal]
+    rows = jnp.full(query.shape[:1], query.shape[1], jnp.int32) if padded else None
+    least = jnp.maximum(lengths, 1) if padded else None
+    attend: Any = fused.dot_product_attention
+    return attend(
+        query,
+        key,
+        value,
+        q_seqlen=rows,
+        kv_seqlen=least,
+        scale=scale,
+        mask_type=mask,
+        return_residual=True,
+    )

@@ -1,7 +1,7 @@
 """Folds that are plain attention, by cuDNN (may import spec.py and plain_attention.py).
 
-Other backends run the cases that cuDNN computes wrongly or slowly: f32, fully masked rows, a bias
-beside f16 or bf16, windows (cuDNN's masks are materialised), odd head sizes.
+Other backends run the cases that cuDNN computes wrongly or slowly: f32, a bias beside f16 or bf16,
+windows (cuDNN's masks are materialised), odd head sizes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.backend import NAMED, Reason, Support, first_reason
+from symjax_rewrite import jax_kernels
+from symjax_rewrite.cost.device_profiles import OLDEST_GPU
+from symjax_rewrite.pallas_kernels.backend import (
+    NAMED,
+    Reason,
+    Support,
+    first_reason,
+    gpu_at_hand,
+)
 from symjax_rewrite.pallas_kernels.fold.plain_attention import PlainAttention, plain_attention
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
+
+HOPPER = 9  # compute capability at which cuDNN's heads may be 256 wide
 
 
 class CudnnAxes(NamedTuple):
@@ -35,20 +45,26 @@ def supports(spec: FoldSpec) -> Support:
     a = None if spec.named else plain_attention(spec)
     if a is None:
         return Reason(NAMED if spec.named else "not plain attention in f16 or bf16")
-    width = spec.width(a.key)
+    width, capability = spec.width(a.key), gpu_at_hand().capability
+    widest = 256 if int(capability) == HOPPER else 128
     heads, of_keys, of_values = (
         {*spec.operands[k].axes} & {*spec.batch} for k in (a.query, a.key, a.value)
     )
+    upper, length = a.seen.upper, a.seen.length
+    counted = set() if length is None else {*spec.operands[length].axes}
     return first_reason(
         (jax.default_backend() != "gpu", "cuDNN is looked for while tracing, and no GPU is here"),
+        (capability < OLDEST_GPU, f"compute capability {capability} is below {OLDEST_GPU}"),
         (width != spec.width(a.value), "keys and values differ in width"),
-        (width % 8 != 0 or width > 128, "head size no multiple of 8, or above 128"),
+        (width % 8 != 0 or width > widest, f"head size no multiple of 8, or above {widest}"),
         (a.scale <= 0, "the scale is not positive"),
-        (a.upper not in (None, 0), "bands are materialised by this call"),
-        (a.upper == 0 and spec.rows > spec.cols, "causal with more queries than keys"),
+        (upper not in (None, 0), "bands are materialised by this call"),
+        (upper == 0 and spec.rows > spec.cols, "causal with more queries than keys"),
         (spec.rows < 2, "one query: bound by memory, the other backends split the keys"),
         (of_keys != of_values, "keys and values differ in their batch axes"),
         (heads != {*spec.batch}, "queries lack a batch axis"),
+        (not counted <= {*layout_of(spec, a).batch}, "lengths differ between heads"),
+        (length is not None and "lse" in a.results, "a row without keys has no log-sum-exp here"),
     )
 
 
@@ -77,20 +93,32 @@ def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
         (a.key, (batch, columns, heads, contracted)),
         (a.value, (batch, columns, heads, summed)),
     )
-    given = [_merged(spec, operands[k], spec.operands[k].axes, order) for k, order in read]
-    told = "lse" in a.results
-    attend: Any = jax.nn.dot_product_attention
-    found = attend(
-        *given,
-        scale=a.scale,
-        is_causal=a.upper == 0,
-        implementation="cudnn",
-        return_residual=told,
-    )
-    out, lse = found if told else (found, found)
-    results = {"out": (out, (*lead, summed)), "lse": (lse.astype(jnp.float32), lead)}
+    q, k, v = [_merged(spec, operands[n], spec.operands[n].axes, order) for n, order in read]
+    lengths = None if a.seen.length is None else _lengths(spec, a, operands[a.seen.length], batch)
+    out, lse = jax_kernels.cudnn_attention(q, k, v, lengths, a.scale, causal=a.seen.upper == 0)
+    if lengths is not None:
+        out = jnp.where((lengths > 0)[:, None, None, None], out, _keyless(a, v, out))
+    results = {"out": (out, (*lead, summed)), "lse": (lse, (batch, (*heads, *groups), (spec.row,)))}
     names = zip(a.results, spec.epilogue.axes, strict=True)
     return tuple(_split(spec, *results[name], axes=axes) for name, axes in names)
+
+
+def _lengths(spec: FoldSpec, a: PlainAttention, x: Any, batch: tuple[str, ...]) -> Any:
+    """Return the number of keys that each sequence attends to."""
+    axes = spec.operands[a.seen.length or 0].axes
+    order = [b for b in batch if b in axes]
+    x = jax.lax.transpose(x, [axes.index(b) for b in order]) + a.seen.extra
+    sizes, kept = [spec.size[b] for b in batch], [k for k, b in enumerate(batch) if b in axes]
+    x = jax.lax.broadcast_in_dim(x, sizes, kept)
+    return jnp.clip(x.reshape(-1), 0, spec.cols)
+
+
+def _keyless(a: PlainAttention, values: Any, out: Any) -> Any:
+    """Return the attention [b, 1, heads, e] of sequences without keys: all scores are the fill."""
+    if not math.isfinite(a.fill):
+        return jnp.full((), jnp.nan, out.dtype)
+    mean = jnp.mean(values, axis=1, keepdims=True, dtype=jnp.float32).astype(out.dtype)
+    return jnp.repeat(mean, out.shape[2] // mean.shape[2], axis=2)
 
 
 def _merged(spec: FoldSpec, x: Any, axes: tuple, groups: tuple) -> Any:

@@ -44,13 +44,15 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     ExpSums,
     FoldSpec,
     Sums,
+    feature_order,
+    has_one_order,
     in_two_parts,
     result_axes,
     terms_of,
     weights_of,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import bundle
-from symjax_rewrite.pallas_kernels.fold.tile_facts import programs_of
+from symjax_rewrite.pallas_kernels.fold.tile_facts import limits, programs_of
 from symjax_rewrite.pallas_kernels.triton_programs import for_triton
 
 Array = Any
@@ -92,13 +94,11 @@ def _supports_sizes(spec: FoldSpec) -> Support:
         ),
         (not HOPPER[0] <= capability < HOPPER[1], f"compute capability {capability}, not 9"),
         (jax_kernels.ptxas_breaks_masks(), "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks"),
-        (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
+        *limits(spec),
         (not all(isinstance(o, (ExpSums, Sums)) for o in spec.outputs), "outputs but sums"),
         (not spec.contractions, "no product"),
         (spec.rows < ROWS, f"fewer than {ROWS} rows"),
         (spec.cols < LEAST_COLS, f"fewer than {LEAST_COLS} columns"),
-        (0 in dict(spec.sizes).values(), "an axis is empty"),
-        (too_large(a.shape for a in spec.avals), "an operand has more than 2^31 elements"),
         (too_large(s.shape for s in flat_shapes(spec)), "a result has more than 2^31 elements"),
     )
 
@@ -126,7 +126,7 @@ def _supports_operands(spec: FoldSpec) -> Support:
         (not all(_rounds(spec, t) for t in terms), "a weighted sum in f32"),
         (any(spec.width(c.row) > WIDE for c in spec.contractions), f"more than {WIDE} features"),
         (summed > WIDE, f"sums of more than {WIDE} features"),
-        (any(not _one_order(spec, k) for k in matrices), "features are read in two orders"),
+        (any(not has_one_order(spec, k) for k in matrices), "features are read in two orders"),
         (any(not _copied(spec, k) for k in pairs), "TMA copies no such operand over pairs"),
         (
             any(len(s.axes) > MOST_AXES for s in (*_operands(spec, 1), *_results(spec, 1))),
@@ -140,14 +140,6 @@ def _rounds(spec: FoldSpec, term: Any) -> bool:
     if not spec.features(term.weights):
         return True
     return term.round_to == spec.operands[term.weights].dtype or in_two_parts(spec, term)
-
-
-def _one_order(spec: FoldSpec, number: int) -> bool:
-    """Return True if an operand's features are contracted in the order in which they are stored."""
-    orders = {c.over for c in spec.contractions if number in (c.row, c.col)}
-    return orders <= {_features(spec, number)} and (
-        number not in weights_of(spec) or _features(spec, number) == spec.features(number)
-    )
 
 
 def _copied(spec: FoldSpec, number: int) -> bool:
@@ -201,15 +193,9 @@ def shared_bytes(spec: FoldSpec, blocks: MosaicBlocks) -> int:
 
 def _operands(spec: FoldSpec, whole: int) -> tuple[StoredArray, ...]:
     return tuple(
-        StoredArray.of(spec, o.axes, _features(spec, k), o.dtype, whole)
+        StoredArray.of(spec, o.axes, feature_order(spec, k), o.dtype, whole)
         for k, o in enumerate(spec.operands)
     )
-
-
-def _features(spec: FoldSpec, number: int) -> tuple[str, ...]:
-    """Return the feature axes in the order of the operand's contraction, else in its own order."""
-    orders = (c.over for c in spec.contractions if number in (c.row, c.col))
-    return next(orders, spec.features(number))
 
 
 def _results(spec: FoldSpec, whole: int) -> tuple[StoredArray, ...]:

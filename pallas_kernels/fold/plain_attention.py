@@ -1,6 +1,8 @@
 """Recognition of plain attention in a fold (may import spec.py).
 
-    out = softmax(scale · q kᵀ, with -inf beyond a band) v        lse = log Σ e^score
+    out = softmax(scale · q kᵀ, with a fill where masked) v        lse = log Σ e^score
+
+The mask is causal, of lengths, or both.
 
 The programs of tile and epilogue are interpreted over symbols, so that every spelling of the same
 function is found and no other. A symbol stands for a set of values that one formula describes. An
@@ -33,13 +35,15 @@ class PlainAttention:
 
     Args:
         scale: of the scores.
-        upper: the greatest key - query that is not masked; None where nothing is masked.
+        seen: the pairs that are not masked.
+        fill: the score of masked pairs.
         query: number of the operand; likewise `key` and `value`.
         results: for each result "out" or "lse".
     """
 
     scale: float
-    upper: int | None
+    seen: VisiblePairs
+    fill: float
     query: int
     key: int
     value: int
@@ -47,28 +51,40 @@ class PlainAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class VisiblePairs:
+    """The symbol of the pairs within bounds: a causal mask, or one of lengths.
+
+    Args:
+        upper: the greatest key - query; None for no bound.
+        length: number of the operand that, with `extra` added, bounds the keys; None for no bound.
+        extra: added to the length.
+        inverse: True for all other pairs.
+    """
+
+    upper: int | None = None
+    length: int | None = None
+    extra: int = 0
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
-    """The symbol `scale · dot`, with `fill` where key - query exceeds `upper`."""
+    """The symbol `scale · dot`, with `fill` for pairs that are not `seen`."""
 
     scale: float
-    upper: int | None = None
+    seen: VisiblePairs = VisiblePairs()
+    fill: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The symbol `row·i + column·j + constant`, of integers."""
+    """The symbol `row·i + column·j + constant + sign·(operand number length)`, of integers."""
 
     row: int
     column: int
     constant: int
-
-
-@dataclass(frozen=True, slots=True)
-class Before:
-    """The symbol of the pairs with key - query ≤ `upper`; inverse: of all others."""
-
-    upper: int
-    inverse: bool = False
+    sign: int = 0
+    length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +119,18 @@ def plain_attention(spec: FoldSpec) -> PlainAttention | None:
         return None
     (dot,), (sums,) = spec.contractions, spec.outputs
     value = _values(spec, sums) if isinstance(sums, ExpSums) else None
-    dtypes = {o.dtype for o in spec.operands}
-    used = {dot.row, dot.col, value}
-    whole = spec.tile.whole is None and used == set(range(len(spec.operands)))
-    if value is None or not whole or len(dtypes) > 1 or not dtypes <= set(HALVES):
+    if value is None or spec.tile.whole is not None:
         return None
-    if spec.tile.reads or spec.epilogue.reads or dot.dtype != "float32":
+    used = {dot.row, dot.col, value}
+    dtypes = {spec.operands[k].dtype for k in used}
+    if {*range(len(spec.operands))} != used | {*spec.tile.reads} or used & {*spec.tile.reads}:
+        return None
+    if len(dtypes) > 1 or not dtypes <= {*HALVES} or spec.epilogue.reads or dot.dtype != "float32":
         return None
     scores, results = _scores(spec), _results(spec, value)
     if scores is None or results is None:
         return None
-    return PlainAttention(scores.scale, scores.upper, dot.row, dot.col, value, results)
+    return PlainAttention(scores.scale, scores.seen, scores.fill, dot.row, dot.col, value, results)
 
 
 def _values(spec: FoldSpec, sums: ExpSums) -> int | None:
@@ -122,16 +139,22 @@ def _values(spec: FoldSpec, sums: ExpSums) -> int | None:
     weighted = [t for t in sums.terms if t.weights is not None and t.factor is None]
     if (len(plain), len(weighted), len(sums.terms), sums.tile) != (1, 1, 2, 0):
         return None
-    rounds = weighted[0].round_to == spec.operands[0].dtype
-    return weighted[0].weights if rounds else None
+    (term,) = weighted
+    assert term.weights is not None
+    return term.weights if term.round_to == spec.operands[term.weights].dtype else None
 
 
 def _scores(spec: FoldSpec) -> Scores | None:
-    """Return the symbol of a tile; None where it is more than a scaled dot under a causal mask."""
-    shapes = ((jax.ShapeDtypeStruct((1, 1), jnp.float32),), ())
+    """Return the symbol of a tile; None where it is more than a scaled dot under a plain mask."""
+    reads = [spec.operands[k] for k in spec.tile.reads]
+    if any(o.dtype != "int32" or not {*o.axes} <= {*spec.batch} for o in reads):
+        return None
     index = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    closed = jax.make_jaxpr(spec.tile.fun)(*shapes, index, index)
-    found = _interpreted(closed, [Scores(1.0), Number(1, 0, 0), Number(0, 1, 0)], TILE_RULES)
+    dot = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    closed = jax.make_jaxpr(spec.tile.fun)((dot,), (index,) * len(reads), index, index)
+    lengths = [Number(0, 0, 0, 1, k) for k in spec.tile.reads]
+    given = [Scores(1.0), *lengths, Number(1, 0, 0), Number(0, 1, 0)]
+    found = _interpreted(closed, given, TILE_RULES)
     tile = found[0] if len(found) == 1 else None
     return tile if isinstance(tile, Scores) else None
 
@@ -146,7 +169,7 @@ def _results(spec: FoldSpec, value: int) -> tuple[str, ...] | None:
     found = _interpreted(closed, [Logarithm(1.0), *of_terms], EPILOGUE_RULES)
     lead = {*spec.batch, spec.row}
     wanted = {
-        Power(1, -1): ("out", spec.operands[0].dtype, {*lead, *spec.features(value)}),
+        Power(1, -1): ("out", spec.operands[value].dtype, {*lead, *spec.features(value)}),
         Logarithm(1.0, 1): ("lse", "float32", lead),
     }
     out = []
@@ -208,11 +231,11 @@ def _known(x: Symbol) -> float | None:
 
 def _scaled(x: Symbol, factor: float) -> Symbol:
     match x:
-        case Scores(scale, None) if math.isfinite(factor):
+        case Scores(scale, seen) if seen == VisiblePairs() and math.isfinite(factor):
             return Scores(scale * factor)
         case Number() if factor.is_integer():
             n = int(factor)
-            return Number(n * x.row, n * x.column, n * x.constant)
+            return Number(n * x.row, n * x.column, n * x.constant, n * x.sign, x.length)
         case Logarithm(top, total) if (factor * total).is_integer():
             return Logarithm(factor * top, int(factor * total))
         case Power() if factor == 1:
@@ -242,8 +265,10 @@ def _divided(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 def _added(x: Symbol, y: Symbol, **_: Any) -> Symbol:
     match _numbered(x), _numbered(y):
-        case Number() as a, Number() as b:
-            return Number(a.row + b.row, a.column + b.column, a.constant + b.constant)
+        case Number() as a, Number() as b if not (a.sign and b.sign):
+            length = a.length if a.sign else b.length
+            constant, sign = a.constant + b.constant, a.sign + b.sign
+            return Number(a.row + b.row, a.column + b.column, constant, sign, length)
     zero = [s for s in (x, y) if _known(s) == 0]
     if zero:
         return y if zero[0] is x else x
@@ -270,10 +295,14 @@ def _subtracted(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 def _not_above(x: Symbol, y: Symbol, **_: Any) -> Symbol:
     """Return the pairs with x ≤ y."""
     match _subtracted(y, x):
-        case Number(1, -1, slack):
-            return Before(slack)
-        case Number(-1, 1, slack):  # -slack ≤ key - query
-            return Before(-slack - 1, inverse=True)
+        case Number(1, -1, slack, 0):
+            return VisiblePairs(slack)
+        case Number(-1, 1, slack, 0):  # -slack ≤ key - query
+            return VisiblePairs(-slack - 1, inverse=True)
+        case Number(0, -1, slack, 1, length):
+            return VisiblePairs(length=length, extra=slack + 1)
+        case Number(0, 1, slack, -1, length):  # length - slack ≤ key
+            return VisiblePairs(length=length, extra=-slack, inverse=True)
     return None
 
 
@@ -282,7 +311,7 @@ def _less(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 
 def _complement(x: Symbol, **_: Any) -> Symbol:
-    return replace(x, inverse=not x.inverse) if isinstance(x, Before) else None
+    return replace(x, inverse=not x.inverse) if isinstance(x, VisiblePairs) else None
 
 
 def _and(x: Symbol, y: Symbol, **_: Any) -> Symbol:
@@ -291,7 +320,13 @@ def _and(x: Symbol, y: Symbol, **_: Any) -> Symbol:
             return y
         case _, 1.0:
             return x
-    return x if x == y else None
+    if x == y or not (isinstance(x, VisiblePairs) and isinstance(y, VisiblePairs)):
+        return x if x == y else None
+    uppers = [z.upper for z in (x, y) if z.upper is not None]
+    counted = [z for z in (x, y) if z.length is not None]
+    if x.inverse or y.inverse or len(uppers) > 1 or len(counted) > 1:
+        return None
+    return replace(counted[0] if counted else x, upper=uppers[0] if uppers else None)
 
 
 def _or(x: Symbol, y: Symbol, **_: Any) -> Symbol:
@@ -307,17 +342,24 @@ def _chosen(condition: Symbol, *values: Symbol, **_: Any) -> Symbol:
     """Return `where(condition, values[1], values[0])`."""
     if condition is IS_FINITE:  # the shift is the maximum but where the row has no plain result
         return values[1] if _known(values[0]) == 0 and values[1] == Logarithm(1.0) else None
-    if not isinstance(condition, Before):
+    if not isinstance(condition, VisiblePairs):
         return None
     outside, inside = values[::-1] if condition.inverse else values
+    kept = replace(condition, inverse=False)
     known = tuple(map(_known, (outside, inside)))
-    if isinstance(inside, Scores) and inside.upper is None and known[0] is not None:
-        return replace(inside, upper=condition.upper) if known[0] <= LEAST_FILL else None
+    if isinstance(inside, Scores):
+        return None if known[0] is None else _masked(inside, kept, known[0])
     truth = all(str(getattr(v, "dtype", "")) == "bool" for v in values)
     if truth and known in ((0.0, 1.0), (1.0, 0.0)):
-        kept = replace(condition, inverse=False)
         return kept if known == (0.0, 1.0) else _complement(kept)
     return None
+
+
+def _masked(scores: Scores, seen: VisiblePairs, fill: float) -> Symbol:
+    """Return scores with a fill outside of `seen`, if all masked pairs have the same fill."""
+    alike = scores.seen == VisiblePairs() or scores.fill == fill
+    both = _and(scores.seen, seen) if alike and fill <= LEAST_FILL else None
+    return None if both is None else Scores(scores.scale, both, fill)
 
 
 def _largest(x: Symbol, y: Symbol, **_: Any) -> Symbol:

@@ -365,6 +365,19 @@ def runs_across(spec: FoldSpec, operand: int) -> bool:
     return {spec.row, spec.col} <= {*axes} and axes.index(spec.row) > axes.index(spec.col)
 
 
+def feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
+    """Return the feature axes in the order of the operand's contraction, else in its own order."""
+    orders = (c.over for c in spec.contractions if number in (c.row, c.col))
+    return next(orders, spec.features(number))
+
+
+def has_one_order(spec: FoldSpec, number: int) -> bool:
+    """Return True if an operand's features are contracted, and returned, in one order."""
+    orders = {c.over for c in spec.contractions if number in (c.row, c.col)}
+    orders |= {spec.features(number)} if number in weights_of(spec) else set()
+    return len(orders) <= 1
+
+
 def in_two_parts(spec: FoldSpec, term: WeightedTerm) -> bool:
     """Return True if kernels multiply a term's f32 tile by bf16 weights, the tile in two parts."""
     if term.weights is None or term.round_to is not None:

@@ -169,17 +169,21 @@ def row_length(length: Array) -> Array:
     return jnp.minimum(jnp.maximum(length, low), high).astype(jnp.int32)
 
 
-def _apart(spec: FoldSpec, tile: Array) -> Array:
-    """Return a tile rounded to its own precision, which changes no value.
+def stored_apart(x: Array) -> Array:
+    """Return floats rounded to their own precision, which changes no value.
 
     XLA on a CPU runs a reduction, fused with the arithmetic before it, one operation at a time
     (YNNPACK). It does not fuse the rounding: the arithmetic is compiled into one loop, and the
-    reduction alone then reads its result. Terms of one value of each point are faster fused.
+    reduction alone then reads its result.
     """
-    if len(spec.tile.reads) <= 2 or not jnp.issubdtype(tile.dtype, jnp.floating):
-        return tile
-    info = jnp.finfo(tile.dtype)
-    return lax.reduce_precision(tile, info.nexp, info.nmant)
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def _apart(spec: FoldSpec, tile: Array) -> Array:
+    """Return a tile stored apart; terms of one value of each point are faster fused."""
+    fuses = len(spec.tile.reads) <= 2 or not jnp.issubdtype(tile.dtype, jnp.floating)
+    return tile if fuses else stored_apart(tile)
 
 
 def _measure(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels import monoid
-from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, too_large
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import ExpSums, Extremum, FoldSpec, Output, terms_of
 from symjax_rewrite.pallas_kernels.fold.tile import bundle, monoid_of
@@ -19,6 +19,15 @@ from symjax_rewrite.pallas_kernels.index_bounds import inside_band
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.positive_factors import without_factors
 from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton
+
+
+def limits(spec: FoldSpec) -> list[tuple[bool, str]]:
+    """Return the checks of GPU kernels of any kind, as `first_reason` takes them."""
+    return [
+        (0 in dict(spec.sizes).values(), "an axis is empty"),
+        (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
+        (too_large(a.shape for a in spec.avals), "an operand has more than 2^31 elements"),
+    ]
 
 
 def tile_arguments(spec: FoldSpec) -> tuple[Any, ...]:

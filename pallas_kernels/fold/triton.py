@@ -35,10 +35,11 @@ from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ColumnSums,
-    Contraction,
     FoldSpec,
     KeyedSums,
     TopK,
+    feature_order,
+    has_one_order,
     result_axes,
     weights_of,
 )
@@ -49,13 +50,12 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     monoid_of,
     read_block,
 )
-from symjax_rewrite.pallas_kernels.fold.tile_facts import programs_of
+from symjax_rewrite.pallas_kernels.fold.tile_facts import limits, programs_of
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton_kernel import (
     FEATURE,
     FoldResult,
     Kernel,
-    feature_order,
     merge,
 )
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
@@ -74,8 +74,7 @@ def supports(spec: FoldSpec) -> Support:
     foreign = unlowered(spec)
     raw = dataclasses.replace(spec, epilogue=None)
     refusal = first_reason(
-        (0 in dict(spec.sizes).values(), "an axis is empty"),
-        (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
+        *limits(spec),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
         (any(isinstance(o, KeyedSums) for o in spec.outputs), "sums by key add up in no order"),
         (any(isinstance(o, ColumnSums) for o in spec.outputs), "sums over rows cross programs"),
@@ -92,7 +91,7 @@ def supports(spec: FoldSpec) -> Support:
             "sums too wide for one multiprocessor",
         ),
         (
-            any(spec.features(c.row) and not _one_order(spec, c) for c in spec.contractions),
+            not all(has_one_order(spec, k) for k in spec.contracted),
             "an operand's features are read in two orders",
         ),
         (
@@ -105,7 +104,6 @@ def supports(spec: FoldSpec) -> Support:
             ),
             "a weighted sum of integers",
         ),
-        (too_large(a.shape for a in spec.avals), "an operand has more than 2^31 elements"),
         (too_large([(spec.rows,), (spec.cols,)]), "an axis of more than 2^31 elements"),
     )
     return _supports_sizes(spec, raw) if refusal else refusal
@@ -135,14 +133,6 @@ def _sliceable(spec: FoldSpec) -> bool:
         return True
     widths |= {spec.width(k) for k in spec.read_last if spec.features(k)}
     return len(widths) == 1 and not spec.contracted & {*weights, *spec.read_last}
-
-
-def _one_order(spec: FoldSpec, c: Contraction) -> bool:
-    weights = weights_of(spec)
-    return all(
-        feature_order(spec, k) == c.over and (k not in weights or spec.features(k) == c.over)
-        for k in (c.row, c.col)
-    )
 
 
 def fold_triton(

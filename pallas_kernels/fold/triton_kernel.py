@@ -55,12 +55,6 @@ LEAST_INNER_BLOCKS = 4  # fewer blocks inside the band do not pay for a loop of 
 SPLIT = "split"  # the name of the first axis of stored results, one element per split of columns
 
 
-def feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
-    """Return the feature axes in the order of the operand's contraction, else in its own order."""
-    orders = (c.over for c in spec.contractions if number in (c.row, c.col))
-    return next(orders, spec.features(number))
-
-
 def merge(
     axes: tuple[str, ...], features: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -16,6 +16,7 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.linear_zeros import run_with_zeros, with_zero
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.ir.dataflow import cone
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
 
 
@@ -228,11 +229,5 @@ class _Network:
 
     def reaching(self, sink: int) -> set[int]:
         """Return the nodes with a residual path to the sink."""
-        found, stack = {sink}, [sink]
-        while stack:
-            for k in self.out[stack.pop()]:
-                a = self.head[k]
-                if self.room[k ^ 1] > 0 and a not in found:
-                    found.add(a)
-                    stack.append(a)
-        return found
+        into = lambda node: [self.head[k] for k in self.out[node] if self.room[k ^ 1] > 0]  # noqa: E731
+        return cone([sink], into)

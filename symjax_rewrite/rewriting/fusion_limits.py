@@ -11,7 +11,7 @@ not fused; a barrier keeps a top-k one operation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,10 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import selection_seconds, shape_of, sorting_seconds
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import makers_of, users_of
+from symjax_rewrite.ir.dataflow import cone, makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
+from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
 from symjax_rewrite.rewriting.equation_forms import candidate, is_in_place, unstored_bytes
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 
@@ -116,8 +117,10 @@ def _reductions(
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
                 if not (shared and _reduced(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
-        sides = [made for v in chain.spread if (made := _products(v, makers))]
-        for p in [p for side in sides for p in side] if len(sides) >= facts.products else ():
+        behind = [_made_from([v], makers) for v in chain.spread]
+        sides = [[p for p in side if p.name == "dot_general"] for side in behind]
+        enough = sum(map(bool, sides)) >= facts.products
+        for p in [p for side in sides for p in side] if enough else ():
             made: Any = p.eqn.outvars[0].aval
             fused_s = facts.product_s * math.prod(shape_of(e.eqn.invars[0]))
             seconds = fused_s, facts.stored_s * made.size
@@ -176,46 +179,31 @@ def _repeated_seconds(
     chain: Chain, e: Equation, makers: Mapping[int, Equation], device: Device
 ) -> float:
     """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
-    size = math.prod(shape_of(e.eqn.invars[0]))
-    seen, stack, steps = set(chain.spread), [*chain.spread], 0.0
-    for v in stack:
-        maker = makers.get(v)
-        if maker is not None and maker.name in ELEMENTWISE | VIEWS:
+    size, steps = math.prod(shape_of(e.eqn.invars[0])), 0.0
+    for maker in _made_from(chain.spread, makers):
+        if maker.name in ELEMENTWISE | VIEWS:
             made = math.prod(shape_of(maker.eqn.outvars[0]))
             steps += (size - made) * device.functions.of(maker.name)
-            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
-            seen.update(stack)
     return steps / device.folds.fused_steps_per_s
 
 
-def _products(value: int, makers: Mapping[int, Equation]) -> list[Equation]:
-    """Return the products from which a small value is computed, operation by operation."""
-    found, seen, stack = [], {value}, [value]
-    for v in stack:
+def _made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Equation]:
+    """Return the equations that compute values, operation by operation, and those these end at."""
+
+    def reads(v: int) -> Sequence[int]:
         maker = makers.get(v)
-        if maker is None:
-            continue
-        if maker.name == "dot_general":
-            found.append(maker)
-        elif maker.name in ELEMENTWISE | VIEWS:
-            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
-            seen.update(stack)
-    return found
+        return maker.reads if maker is not None and maker.name in ELEMENTWISE | VIEWS else ()
 
-
-def _rounded(x: Any) -> Any:
-    """Return a value rounded to its own precision: unchanged."""
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
+    return [makers[v] for v in sorted(cone(values, reads)) if v in makers]
 
 
 def _stored_operand(e: Equation) -> Replacement:
-    run = lambda x: e.eqn.primitive.bind(_rounded(x), **e.eqn.params)  # noqa: E731
+    run = lambda x: e.eqn.primitive.bind(stored_apart(x), **e.eqn.params)  # noqa: E731
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
 def _stored_result(e: Equation) -> Replacement:
-    run = lambda *xs: _rounded(e.eqn.primitive.bind(*xs, **e.eqn.params))  # noqa: E731
+    run = lambda *xs: stored_apart(e.eqn.primitive.bind(*xs, **e.eqn.params))  # noqa: E731
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 

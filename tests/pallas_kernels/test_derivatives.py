@@ -151,10 +151,11 @@ def test_gradients_of_many_scans_at_once_keep_no_states():
     assert memory.temp_size_in_bytes < 0.25 * 2 * 4 * 4096 * 64 * 16
 
 
-def test_a_scan_is_transposed_in_what_it_is_linear_in():
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_scan_is_transposed_in_what_it_is_linear_in(transform):
     run, definition, (x, *rest) = KERNELS["selective_scan"]
     given = jax.jit(definition)(x, *rest)
-    (got,) = jax.linear_transpose(lambda x: run(x, *rest), x)(given)
+    (got,) = jax.linear_transpose(transform(lambda x: run(x, *rest)), x)(given)
     theirs = lambda ys: jax.vjp(lambda x: definition(x, *rest), x)[1](ys)  # noqa: E731
     (want,) = jax.jit(theirs)(given)
     np.testing.assert_allclose(got, want, atol=1e-4)

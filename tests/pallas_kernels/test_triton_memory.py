@@ -5,6 +5,7 @@ an H200; the compiles need the CUDA compiler (`gpu_compiler.py`), no GPU.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,18 @@ def test_the_gpu_is_that_of_the_mesh(described):
     for kind, gpu in GPUS.items():
         with described(kind):
             assert gpu_at_hand() == gpu
+
+
+def test_kernels_fit_the_smallest_local_gpu(monkeypatch):
+    kinds = {"NVIDIA L4": (101_376, 8.9, 58), "NVIDIA H200": (232_448, 9.0, 132)}
+    names = ("shared_memory_per_block_optin", "compute_capability", "core_count")
+    devices = [
+        SimpleNamespace(device_kind=kind, **dict(zip(names, limits, strict=True)))
+        for kind, limits in kinds.items()
+    ]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert gpu_at_hand() == Gpu(101_376, 8.9, 58)
 
 
 def test_blocks_of_an_h200_are_those_of_the_table(described):
