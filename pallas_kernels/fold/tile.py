@@ -409,6 +409,16 @@ def finish(
     return arrays
 
 
+def results_of(spec: FoldSpec, states: Sequence[State], arrays: Sequence[Array]) -> tuple[Any, ...]:
+    """Return what a fold returns from the states of all rows; `arrays`: its operands."""
+    blocks = [
+        None if spec.col in o.axes else read_block(spec, k, arrays[k], {}, {}, spec.batch)
+        for k, o in enumerate(spec.operands)
+    ]
+    done = finish(spec, states, blocks, spec.batch)
+    return bundle(spec, [arrange(spec, k, x, spec.batch) for k, x in enumerate(done)])
+
+
 def _merge(x: Array, lead: int) -> Array:
     return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
 

@@ -8,7 +8,7 @@ halves, so that moving between levels adds no error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -21,15 +21,12 @@ from jax import lax
 from symjax_rewrite.kernel_selection.far_fields import chebyshev
 from symjax_rewrite.kernel_selection.far_fields.cells import Chunks, Grid, apart, chunks, runs
 from symjax_rewrite.kernel_selection.far_fields.radial_terms import FarForm, Monomial, Vector
-from symjax_rewrite.pallas_kernels.fold.fold import fold
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, Sums
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
-    arrange,
-    bundle,
-    finish,
     lift_block,
     read_block,
+    results_of,
 )
 
 Array = Any
@@ -74,13 +71,23 @@ class Box(NamedTuple):
     side: Array
 
 
-def approximate(far: FarField, *arrays: Array) -> tuple[Any, ...]:
+class Sorted(NamedTuple):
+    """A far field with its operands, sorted into cells; charges: [columns, features]."""
+
+    far: FarField
+    arrays: Sequence[Array]
+    box: Box
+    rows: SortedPoints
+    columns: SortedPoints
+    charges: dict[Charge, Array]
+
+
+def approximate(
+    far: FarField, all_pairs: Callable[[Sequence[Array]], tuple[Any, ...]], arrays: Sequence[Array]
+) -> tuple[Any, ...]:
     """Return the fold's results within the tolerance, by cells if their bound holds."""
-    box, rows, columns = _placed(far, arrays)
-    charges = _charges(far, arrays)
-    exact = lambda: fold(far.spec, *arrays)  # noqa: E731
-    cells = lambda: _by_cells(far, arrays, box, rows, columns, charges)  # noqa: E731
-    return lax.cond(_holds(far, arrays, box, rows, columns, charges), cells, exact)
+    points = Sorted(far, arrays, *_placed(far, arrays), _charges(far, arrays))
+    return lax.cond(_holds(points), lambda: _by_cells(points), lambda: all_pairs(arrays))
 
 
 def _read(spec: FoldSpec, arrays: Sequence[Array], vector: Vector) -> Array:
@@ -155,22 +162,16 @@ def _terms(far: FarField) -> list[tuple]:
     return out
 
 
-def _holds(
-    far: FarField,
-    arrays: Sequence[Array],
-    box: Box,
-    rows: SortedPoints,
-    columns: SortedPoints,
-    charges: dict,
-) -> Array:
+def _holds(points: Sorted) -> Array:
     """Return True if cells have room for their points and the bound is within the tolerance."""
+    far, arrays, box, rows, columns, _ = points
     grid, near = far.grid, runs(far.grid.dims, far.grid.side)
     counts = jnp.diff(rows.starts)
     held = columns.starts[near[:, 2] + 1] - columns.starts[near[:, 1]]
     fits = (counts.max() <= grid.rows) & (held.max() <= grid.run)
     fits &= jnp.diff(columns.starts).max() <= grid.columns
     fits &= box.side**2 > ROUNDING * far.form.above
-    errors = _errors(far, arrays, box, rows, columns, charges)
+    errors = _errors(points)
     values = _sampled(far, arrays)
     for key, value in values.items():
         fits &= errors[key] <= far.rtol * value
@@ -199,23 +200,16 @@ def _taken(spec: FoldSpec, arrays: Sequence[Array], order: Array) -> list[Array]
     return out
 
 
-def _errors(
-    far: FarField,
-    arrays: Sequence[Array],
-    box: Box,
-    rows: SortedPoints,
-    columns: SortedPoints,
-    charges: dict,
-) -> dict[tuple[int, int], Array]:
+def _errors(points: Sorted) -> dict[tuple[int, int], Array]:
     """Return a bound of the error of each sum, over all rows."""
-    grid = far.grid
+    far, arrays, box, rows, columns, charges = points
     cell_of = jnp.searchsorted(rows.starts, jnp.arange(far.spec.rows), side="right") - 1
     totals: dict[tuple, Array] = defaultdict(lambda: jnp.zeros(()))
     sums = {c: _cell_sums(jnp.abs(q), columns) for c, q in charges.items()}
     made: dict[tuple, Array] = {}
     for kernel, charge, scales, c, (o, w, part) in _terms(far):
         if (kernel, charge) not in made:
-            made[kernel, charge] = _cell_errors(grid, box, kernel, sums[charge])
+            made[kernel, charge] = _cell_errors(far.grid, box, kernel, sums[charge])
         mine = abs(c) * made[kernel, charge][cell_of]
         for vector in scales:
             mine = mine * jnp.abs(_by_row(far.spec, arrays, vector, rows))
@@ -273,32 +267,19 @@ def _spread(x: Array, grid: Grid, level: int) -> Array:
     return x
 
 
-def _by_cells(
-    far: FarField,
-    arrays: Sequence[Array],
-    box: Box,
-    rows: SortedPoints,
-    columns: SortedPoints,
-    charges: dict,
-) -> tuple[Any, ...]:
+def _by_cells(points: Sorted) -> tuple[Any, ...]:
     """Return the fold's results: near cells summed pair by pair, cells apart by expansions."""
-    spec = far.spec
-    states = [[*s] for s in _near(far, arrays, rows, columns)]
-    for (o, w), value in _apart(far, arrays, box, rows, columns, charges).items():
+    spec, states = points.far.spec, [[*s] for s in _near(points)]
+    for (o, w), value in _apart(points).items():
         states[o][w] = states[o][w] + value.reshape(states[o][w].shape).astype(states[o][w].dtype)
-    back = jnp.argsort(rows.order)
-    lead = len(spec.batch)
-    placed = tuple(tuple(jnp.take(x, back, axis=lead) for x in s) for s in states)
-    blocks = [
-        None if spec.col in o.axes else read_block(spec, k, arrays[k], {}, {}, spec.batch)
-        for k, o in enumerate(spec.operands)
-    ]
-    done = finish(spec, placed, blocks, spec.batch)
-    return bundle(spec, [arrange(spec, k, x, spec.batch) for k, x in enumerate(done)])
+    back = jnp.argsort(points.rows.order)
+    placed = [tuple(jnp.take(x, back, axis=len(spec.batch)) for x in s) for s in states]
+    return results_of(spec, placed, points.arrays)
 
 
-def _near(far: FarField, arrays: Sequence[Array], rows: SortedPoints, columns: SortedPoints) -> Any:
+def _near(points: Sorted) -> Any:
     """Return the states of the sums over the cells near each row, rows sorted by cell."""
+    far, arrays, _, rows, columns, _ = points
     spec, grid = far.spec, far.grid
     sorted_ = [
         _padded(spec, operand.axes, x, rows.order, columns.order, grid)
@@ -366,15 +347,9 @@ def _added(state: Array, found: Array, top: Array, mine: Array, axis: int) -> Ar
     return lax.dynamic_update_slice_in_dim(state, new, top, axis)
 
 
-def _apart(
-    far: FarField,
-    arrays: Sequence[Array],
-    box: Box,
-    rows: SortedPoints,
-    columns: SortedPoints,
-    charges: dict,
-) -> dict[tuple[int, int], Array]:
+def _apart(points: Sorted) -> dict[tuple[int, int], Array]:
     """Return the sums over cells apart: [batch.., rows, features], rows sorted by cell."""
+    far, arrays, box, rows, columns, charges = points
     spec, grid = far.spec, far.grid
     moments = {c: _moments(grid, columns, q[columns.order]) for c, q in charges.items()}
     local: dict[tuple, Array] = defaultdict(lambda: jnp.zeros(()))

@@ -8,8 +8,8 @@ and computes the fold where the bound is too large.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from symjax_rewrite.kernel_selection.far_fields.radial_terms import (
     NoFarFieldError,
     far_form,
 )
-from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operand
+from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
+from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.kernel_selection.folds.selection import taken_folds
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
@@ -48,14 +49,11 @@ class FarFieldRoute(FoldRoute):
     """A fold whose sums over cells apart are approximated."""
 
     far: FarField | None = None
+    all_pairs: FoldRoute | None = None
 
-    def run(self, emitter: Any) -> Any:
-        arrays = [
-            read_operand(emitter, cls, axes, o.dtype)
-            for (cls, axes), o in zip(self.inputs, self.spec.operands, strict=True)
-        ]
-        assert self.far is not None
-        return approximate(self.far, *arrays)
+    def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        assert self.far is not None and self.all_pairs is not None
+        return approximate(self.far, self.all_pairs.folded, arrays)
 
 
 class FarFields:
@@ -76,7 +74,7 @@ class FarFields:
             fold_s = use.seconds[1] if use.seconds else math.nan
             try:
                 form = far_form(route)
-                plan = _planned(route, form, numerics.rtol, fold_s, device)
+                plan = _planned(route, form, numerics.rtol, device)
             except NoFarFieldError as error:
                 yield Refusal(self.name, str(error), use.where)
                 continue
@@ -93,11 +91,9 @@ class FarFields:
 
 
 def _routed(route: FoldRoute, far: FarField, plan: _GridPlan) -> FarFieldRoute:
-    price = partial(_cost, route.spec, plan)
-    return FarFieldRoute(
-        route.spec, route.backend, route.inputs, route.served, route.rows, route.steps, route.wide,
-        price, far,
-    )  # fmt: skip
+    common = {f.name: getattr(route, f.name) for f in fields(FoldRoute)}
+    common["price"] = partial(_cost, route.spec, plan)
+    return FarFieldRoute(**common, far=far, all_pairs=route)
 
 
 def _cost(spec: FoldSpec, plan: _GridPlan, device: Device) -> Cost:
@@ -116,13 +112,12 @@ class _GridPlan(NamedTuple):
     seconds: float
 
 
-def _planned(
-    route: FoldRoute, form: FarForm, rtol: float, fold_s: float, device: Device
-) -> _GridPlan:
+def _planned(route: FoldRoute, form: FarForm, rtol: float, device: Device) -> _GridPlan:
     """Return the grid predicted to be fastest of those whose bound suits uniform points."""
     dims, spec = len(form.points), route.spec
     if not all(chebyshev.is_bounded(kernel) for kernel in _kernels(form)):
         raise NoFarFieldError("no bound is known for a growing term with a shift")
+    fold_s = seconds_folded(route, device)  # near pairs are not computed once for both points
     values, best = _typical_values(form), None
     for side in SIDES[dims]:
         for order in range(2, MOST_ORDER + 1):

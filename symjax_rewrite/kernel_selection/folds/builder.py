@@ -113,6 +113,10 @@ class FoldRoute:
             read_operand(emitter, cls, axes, o.dtype)
             for (cls, axes), o in zip(self.inputs, self.spec.operands, strict=True)
         ]
+        return self.folded(arrays)
+
+    def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Return all results of the fold of its operands."""
         return fold(self.spec, *arrays, backend=self.backend)
 
     def wide_classes(self) -> set[int]:

@@ -8,13 +8,14 @@ decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
@@ -32,6 +33,7 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
 from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
 from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
+from symjax_rewrite.kernel_selection.folds.mirrored_pairs import MirroredRoute, mirrored
 from symjax_rewrite.kernel_selection.folds.named_sizes import (
     Comparisons,
     price_at,
@@ -208,7 +210,13 @@ class _FoldSelection:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
             route.price = partial(price_at, route, t, self.samples[0])
         why = self._refused(t, draft.cluster, folds)
-        return why if why and self.kernels == "auto" else [*draft.choices, *folds]
+        if why and self.kernels == "auto":
+            return why
+        if self.kernels in ("auto", "always") and self.device.folds.streams:
+            device = self.device if self.kernels == "auto" else None
+            folds = [mirrored(route, t.primitives, device) for route in folds]
+            _note_seconds(draft.cluster, folds, self.device)
+        return [*draft.choices, *folds]
 
     def _refused(self, t: TermGraph, cluster: Cluster, folds: list[FoldRoute]) -> str:
         """Return the reason to refuse folds for their price, or an empty string."""
@@ -260,9 +268,18 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
             )
 
 
+def _note_seconds(cluster: Cluster, folds: Sequence[FoldRoute], device: Device) -> None:
+    """Note the seconds of a cluster's folds where some compute each pair once."""
+    if cluster.seconds and any(isinstance(route, MirroredRoute) for route in folds):
+        prices = [route.price(device).seconds for route in folds if route.price]
+        cluster.seconds = cluster.seconds[0], sum(prices)
+
+
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
     stored = f"{cluster.extent()} pairs are never stored ({backends}){cluster.memory}"
+    if any(isinstance(r, MirroredRoute) for r in made):
+        stored += "; each is computed once"
     reason = cluster.reason or stored
     where = t.where(cluster.members[0].exit.cls)
     use = RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
