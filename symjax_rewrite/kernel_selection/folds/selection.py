@@ -15,7 +15,7 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
-from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.errors import KernelError, UsageError, choice
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -57,7 +57,7 @@ def known_kernels(kernels: str) -> str:
     """
     known = dict.fromkeys(("auto", "always", "off", *BACKENDS, *SCANS.backends))
     if kernels not in known:
-        raise UsageError("unknown kernels", expected=[*known], got=repr(kernels))
+        raise UsageError("unknown kernels", **choice(kernels, known))
     return kernels
 
 
