@@ -87,7 +87,7 @@ def sym_optimize(
     numerics: str | Numerics = "reassoc",
     frozen: tuple[str, ...] | str = (),
     assume: tuple[str, ...] | str = (),
-    device: str | os.PathLike[str] | Device | jax.Device | None = None,
+    device: object = None,
     verify: str = "off",
     on_unsupported: str = "keep",
     plan: Any = None,

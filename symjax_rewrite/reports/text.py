@@ -55,8 +55,9 @@ def _alternative(report: Record) -> str:
     if best is None:
         undecided = report.details.crossovers
         return "; which form is cheaper depends on the sizes" if undecided else ""
-    slower = ", slower" if (best.ratio or 0) < 1 else ""
-    return f"; best alternative: {best.name}, predicted {units.ratio(best.ratio or 0)}{slower}"
+    gain = units.ratio(best.ratio or 0)
+    said = "no faster" if gain == "1.00×" else f"{gain} as fast"
+    return f"; best alternative: {best.name}, predicted {said}"
 
 
 def _table(report: Record) -> Iterator[str]:
@@ -72,6 +73,8 @@ def cost_rows(report: Record) -> Iterator[tuple[str, tuple[str, str, str, str]]]
     """Yield rows of the prices: the field of `Side`; its label, before, after and their ratio."""
     for label, name, text in ROWS:
         b, a = getattr(report.before, name), getattr(report.after, name)
+        if b == a == 0:
+            continue  # FLOPs count products alone, and there may be none
         yield name, (label, text(b), text(a), units.ratio_of(b, a))
 
 

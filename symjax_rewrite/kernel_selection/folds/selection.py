@@ -261,8 +261,9 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
-    backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
-    stored = f"{cluster.extent()} pairs are never stored ({backends}){cluster.memory}"
+    backends = sorted({r.backend for r in made if isinstance(r, FoldRoute)} - {"auto"})
+    by = f" ({', '.join(backends)})" if backends else ""
+    stored = f"{cluster.extent()} pairs are never stored{by}{cluster.memory}"
     reason = cluster.reason or stored
     where = t.where(cluster.members[0].exit.cls)
     use = RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
