@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -36,7 +35,6 @@ from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
 
 if TYPE_CHECKING:
-    from symjax_rewrite.cost.device_profiles import Device
     from symjax_rewrite.optimizer import Optimiser, Result
     from symjax_rewrite.reports.report import Report
 

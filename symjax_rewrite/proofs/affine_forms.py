@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.arithmetic import Calculus, operation
 from symjax_rewrite.proofs.forms import ONE, ZERO, Branches, Form, Poly, plain

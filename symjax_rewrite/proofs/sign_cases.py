@@ -88,7 +88,7 @@ class _Cases:
         a = self.a
         monos = {mono for p, _ in bounds for mono, _ in p if mono}
         signs = {mono: a.sign(((mono, 1),)) for mono in monos}
-        rows = [(dict(p), strict) for p, strict in bounds]
+        rows: list[Row] = [(dict(p), strict) for p, strict in bounds]
         rows += [({mono: 1}, sign == 2) for mono, sign in signs.items() if sign]
         return _is_infeasible(rows, sorted(monos))
 

@@ -76,9 +76,11 @@ def ratio(value: float) -> str:
     """Return how many times, for a reader.
 
     Example:
-        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144)
-        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×')
+        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144), ratio(1e-4)
+        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×', '<0.01×')
     """
+    if 0 < value < 0.005:
+        return "<0.01×"
     if value >= 1e4:
         return f"{quantity(value)}×"
     return f"{value:.2f}×" if value < 9.995 else f"{digits(value)}×"

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax, nn
 
@@ -15,7 +17,7 @@ IMAGES, POINTWISE = ("f32[n,c,5,5]", "f32[o,c,1,1]"), ("f32[n,8,8,3]", "f32[4,4,
 ROWS, CHANNELS = ("f32[n,8]", "f32[3]"), ("f32[n,6,4]", "f32[3,1,4]")
 
 
-def conv(strides=(1, 1), padding="VALID", layout=("NCHW", "OIHW", "NCHW"), groups=1):
+def conv(strides=(1, 1), padding: Any = "VALID", layout=("NCHW", "OIHW", "NCHW"), groups=1):
     """Return a convolution of its settings."""
     return lambda x, w: lax.conv_general_dilated(
         x, w, strides, padding, dimension_numbers=layout, feature_group_count=groups
