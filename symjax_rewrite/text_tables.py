@@ -35,7 +35,7 @@ def duration(seconds: float | None) -> str:
     if not seconds:
         return NOT_PRICED if seconds is None else "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * size:
+        if float(f"{seconds / size:.3g}") >= 1:
             return f"{digits(seconds / size)} {unit}"
     return f"{digits(seconds / 1e-9)} ns"
 

@@ -105,9 +105,8 @@ def sym_optimize(
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen: names of arguments that `.prepare` takes.
         assume: facts about symbolic sizes, such as `"r < d/8"`.
-        device: what to price for: a name such as `"h100"` or `"cpu-16"` (16 cores), a file of the
-            command `calibrate`, a `Device`, or one of `jax.devices()`; default: `SYMJAX_DEVICE`,
-            else where JAX runs.
+        device: what to price for: a name (`"h100"`, `"cpu-16"`), a file of the command `calibrate`,
+            a `Device` or one of `jax.devices()`; default: `SYMJAX_DEVICE`, else where JAX runs.
         verify: `"first"`, `"always"` compare with the original and raise, `"warn"` keeps it.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
         plan: a saved `report.plan` to replay.

@@ -88,13 +88,17 @@ class _Cases:
         a = self.a
         monos = {mono for p, _ in bounds for mono, _ in p if mono}
         signs = {mono: a.sign(((mono, 1),)) for mono in monos}
-        rows: list[Row] = [(dict(p), strict) for p, strict in bounds]
-        rows += [({mono: 1}, sign == 2) for mono, sign in signs.items() if sign]
+        known = [(((mono, 1),), sign == 2) for mono, sign in signs.items() if sign]
+        rows = [_row(p, strict) for p, strict in (*bounds, *known)]
         return _is_infeasible(rows, sorted(monos))
 
 
 _KINDS = ("positive", "zero")
 Row = tuple[dict[Mono, Number], bool]
+
+
+def _row(p: Poly, strict: bool) -> Row:
+    return dict(p), strict
 
 
 def _is_infeasible(rows: list[Row], monos: list[Mono]) -> bool:

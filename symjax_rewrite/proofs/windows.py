@@ -27,7 +27,7 @@ WINDOWED = (
 )  # fmt: skip
 
 
-class Reader(Protocol):
+class ValueReader(Protocol):
     """The reader of values that this module needs."""
 
     a: Calculus
@@ -36,7 +36,7 @@ class Reader(Protocol):
     def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
 
 
-def windowed(reader: Reader, number: int, here: list[Index]) -> Poly | None:
+def windowed(reader: ValueReader, number: int, here: list[Index]) -> Poly | None:
     """Return an entry of a convolution, of a reduction of windows or of a running product."""
     equation = reader.t.program.equations[number]
     eqn, made = equation.eqn, equation.outvals[0]
@@ -55,7 +55,9 @@ def windowed(reader: Reader, number: int, here: list[Index]) -> Poly | None:
     return _window(reader, eqn, sources[0], places)
 
 
-def _convolution(reader: Reader, eqn: JaxprEqn, sources: list[int], at: list[Index]) -> Poly | None:
+def _convolution(
+    reader: ValueReader, eqn: JaxprEqn, sources: list[int], at: list[Index]
+) -> Poly | None:
     a, params = reader.a, eqn.params
     left, right, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
@@ -82,7 +84,7 @@ def _convolution(reader: Reader, eqn: JaxprEqn, sources: list[int], at: list[Ind
     return None if x is None or w is None else reductions.total(a, a.mul(x, w), [*names.values()])
 
 
-def _window(reader: Reader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly | None:
+def _window(reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly | None:
     a, params = reader.a, eqn.params
     if any(d != 1 for d in params["base_dilation"]):
         return None
@@ -102,7 +104,9 @@ def _window(reader: Reader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly
     return (reductions.maximum if kind == "max" else reductions.minimum)(a, [(bound, p)])
 
 
-def _running_product(reader: Reader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly | None:
+def _running_product(
+    reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]
+) -> Poly | None:
     """Return a running product, as the recurrence h(k + 1) = x(k)·h(k)."""
     a, axis = reader.a, eqn.params["axis"]
     size = from_jax(shape_of(eqn.outvars[0])[axis])
@@ -125,7 +129,7 @@ def _moved(place: Index, stride: int, name: int | None, apart: int, low: int) ->
 
 
 def _inside(
-    reader: Reader, eqn: JaxprEqn, source: int, read: list[Index], outside: Poly
+    reader: ValueReader, eqn: JaxprEqn, source: int, read: list[Index], outside: Poly
 ) -> Poly | None:
     """Return an entry of an operand, and another value where the indices are beyond its ends."""
     a, test = reader.a, ONE
@@ -137,7 +141,7 @@ def _inside(
     return None if p is None else functions.select(a, test, p, outside)
 
 
-def _joined(reader: Reader, value: int, axis: int, here: list[Index]) -> Index | None:
+def _joined(reader: ValueReader, value: int, axis: int, here: list[Index]) -> Index | None:
     """Return the index at which an axis of a result is read, of several indices their combination.
 
     An axis of sizes 2·4 at i, j is read at 4·i + j.
@@ -153,7 +157,7 @@ def _joined(reader: Reader, value: int, axis: int, here: list[Index]) -> Index |
     return linear(offset, terms)
 
 
-def _read(reader: Reader, value: int, at: Sequence[Index]) -> Poly | None:
+def _read(reader: ValueReader, value: int, at: Sequence[Index]) -> Poly | None:
     """Return a value at one index for each of its axes; None if it cannot be split as the axis."""
     read: dict[int, Index] = {}
     for index, positions in zip(at, reader.t.positions[value], strict=True):

@@ -81,8 +81,6 @@ def cost_rows(report: Record) -> Iterator[tuple[str, tuple[str, str, str, str]]]
     """Yield rows of the prices: the field of `Side`; its label, before, after and their ratio."""
     for label, name, text in ROWS:
         b, a = getattr(report.before, name), getattr(report.after, name)
-        if b == a == 0:
-            continue  # FLOPs count products alone, and there may be none
         yield name, (label, text(b), text(a), units.ratio_of(b, a))
 
 
