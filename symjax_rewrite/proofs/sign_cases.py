@@ -27,11 +27,16 @@ def is_zero_by_cases(a: Calculus, p: Poly, cancels: Callable[[Poly], bool]) -> b
 
     cancels: returns True for a polynomial without tests that is zero.
     """
-    return _Cases(a, cancels).is_zero(p, [])
+    return SignCases(a, cancels).is_zero(p, [])
 
 
 @dataclass(slots=True)
-class _Cases:
+class SignCases:
+    """The cases of one polynomial.
+
+    cells: how many choices of signs were opened, of `MOST_CELLS`.
+    """
+
     a: Calculus
     cancels: Callable[[Poly], bool]
     cells: int = field(default=0)
