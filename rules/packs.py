@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from symjax_rewrite.errors import RuleError
+from symjax_rewrite.errors import RuleError, choice
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
@@ -55,5 +55,5 @@ def named(name: str) -> RulePack:
     """
     known = by_name()
     if name not in known:
-        raise RuleError("unknown rule pack", expected=", ".join(sorted(known)), got=repr(name))
+        raise RuleError("unknown rule pack", **choice(name, sorted(known)))
     return known[name]

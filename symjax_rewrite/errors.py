@@ -6,7 +6,9 @@ expected and the given value, and the remedy. Imports nothing of the package.
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable
 
 
 def readable_place(where: str) -> str:
@@ -19,6 +21,19 @@ def readable_place(where: str) -> str:
     path, colon, line = where.rpartition(":")
     cell = named(path)
     return where if cell is None else f"{cell[1]}{colon}{line}"
+
+
+def choice(given: object, known: Iterable[str]) -> dict[str, str]:
+    """Return the fields of an error about a name that is not among the known names.
+
+    Examples:
+        >>> choice("frist", ("off", "first"))["remedy"]
+        "did you mean 'first'?"
+    """
+    names = list(known)
+    fields = {"expected": f"one of {', '.join(names)}", "got": repr(given)}
+    near = difflib.get_close_matches(given, names, n=1) if isinstance(given, str) else []
+    return fields | ({"remedy": f"did you mean {near[0]!r}?"} if near else {})
 
 
 class SymjaxError(Exception):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from symjax_rewrite.errors import UsageError
+from symjax_rewrite.errors import UsageError, choice
 
 NUMERICS = ("exact", "reassoc", "finite", "cancels", "approx")
 LOG_TOPICS = ("rules", "cost", "route")
@@ -94,17 +94,14 @@ class Numerics:
         """Read `"reassoc"`, `"approx(1e-3)"`, ... ."""
         if isinstance(value, Numerics):
             return value
-        text = value if isinstance(value, str) else repr(value)
+        text = value if isinstance(value, str) else ""
         if text in NUMERICS[:-1]:
             return cls(text)
         if text.startswith("approx(") and text.endswith(")"):
             with contextlib.suppress(ValueError):
                 return cls("approx", float(text[7:-1]))
-        raise UsageError(
-            "unknown numerics level",
-            expected="one of 'exact', 'reassoc', 'finite', 'cancels', 'approx(rtol)'",
-            got=text,
-        )
+        levels = (*NUMERICS[:-1], "approx(1e-3)")
+        raise UsageError("unknown numerics level", **choice(value, levels))
 
     def permits(self, level: str) -> bool:
         """Return True if a step of `level` is permitted."""
@@ -134,7 +131,9 @@ class Options:
             ("on_unsupported", self.on_unsupported, ("keep", "error")),
         ):
             if value not in allowed:
-                raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
+                raise UsageError(f"unknown {name}", **choice(value, allowed))
+        if not isinstance(self.tune, bool):
+            raise UsageError("tune must be a bool", expected="True or False", got=repr(self.tune))
         if not isinstance(self.budget, Budget):
             raise UsageError("budget must be a Budget", expected="Budget(...)", got=self.budget)
 

@@ -1,5 +1,6 @@
 """Bad input: each error names the argument or the line, and what to do."""
 
+import dataclasses
 import re
 import sys
 from types import SimpleNamespace
@@ -9,9 +10,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import Budget, RulePack, axiom, errors, lemma, packs, sym_optimize
+from symjax_rewrite import (
+    Budget,
+    RulePack,
+    axiom,
+    errors,
+    lemma,
+    packs,
+    prove_equal,
+    sym_optimize,
+)
+from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY
 from symjax_rewrite.testing.assertions import assert_equivalent
+from symjax_rewrite.testing.rule_checker import check_rule
 from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 
 
@@ -121,6 +133,40 @@ REFUSED = {
         }).explain(X, W, A, B), errors.PlanError, "0123456789ab"),
     "unknown kernels": (
         lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
+    "misspelt option": (
+        lambda: call(lora, numeric="exact"), errors.UsageError, "did you mean 'numerics'?"),
+    "misspelt level": (
+        lambda: sym_optimize(lora, numerics="exat"), errors.UsageError, "did you mean 'exact'?"),
+    "tune that is no bool": (lambda: call(lora, tune="yes"), errors.UsageError, "tune"),
+    "frozen that is no name": (lambda: call(lora, frozen=(W,)), errors.FrozenError, "names"),
+    "assumption that is no text": (lambda: call(lora, assume=3), errors.UsageError, "r < d/8"),
+    "assumptions that exclude each other": (
+        lambda: sym_optimize(lora, assume=("r < d", "d < r")), errors.UsageError, "no sizes"),
+    "assumption that no size meets": (
+        lambda: sym_optimize(lora, assume="d < 1"), errors.UsageError, "no sizes"),
+    "assumptions that exclude each other, in a proof": (
+        lambda: prove_equal(lora, lora, X, W, A, B, assume=("r < d", "d < r")),
+        errors.UsageError, "no sizes"),
+    "dims that are no names": (lambda: call(lora, dims=3), errors.UsageError, "b T 64"),
+    "device of no kind": (
+        lambda: call(lora, device=3).explain(X, W, A, B), errors.UsageError, "jax.devices()"),
+    "two rules of one name": (
+        lambda: RulePack("mine", (untraceable, dataclasses.replace(untraceable))),
+        errors.RuleError, "test_errors.py"),
+    "a pack without a name": (
+        lambda: RulePack((untraceable,), ()), errors.RuleError, "RulePack("),  # pyright: ignore
+    "a pack of one rule that is no tuple": (
+        lambda: RulePack("mine", untraceable), errors.RuleError, "RulePack("),  # pyright: ignore
+    "a law that cannot be read": (
+        lambda: law("(a·b)·c = a·(b·", a="ij", b="jk", c="kl"), errors.RuleError, "be read"),
+    "a law without an equation": (lambda: law("a·b", a="ij", b="jk"), errors.RuleError, "equation"),
+    "a law with an unknown name": (
+        lambda: law("a·b = b·a", a="ij"), errors.RuleError, "unknown name 'b'"),
+    "an axiom without a law": (
+        lambda: axiom(3, property=ASSOCIATIVITY, on=()),  # pyright: ignore
+        errors.RuleError, "law(...)"),
+    "a check of what is no rule": (
+        lambda: check_rule("lora"), errors.RuleError, "lemma"),  # pyright: ignore
 }  # fmt: skip
 
 
@@ -130,6 +176,24 @@ def test_wrong_use_is_an_error_with_its_reason(name):
     with pytest.raises(kind) as error:
         refused()
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("facts", [("r < d/2", "d/2 - 1 < r"), ("d >= 1", "d <= 1"), ("q == q",)])
+def test_assumptions_that_some_sizes_meet_are_taken(facts):
+    assert sym_optimize(lora, assume=facts)(X, W, A, B).shape == X.shape
+
+
+def test_a_device_of_jax_names_its_profile():
+    named = sym_optimize(lora, device=jax.devices()[0]).explain(X, W, A, B)
+    usual = sym_optimize(lora).explain(X, W, A, B)
+    assert (named.device, named.plan) == (usual.device, usual.plan)
+
+
+def test_packs_with_rules_of_one_name_compose():
+    other = dataclasses.replace(untraceable)
+    both = RulePack("a", (untraceable, untraceable)) + RulePack("b", (other,))
+    assert len(both.rules) == 2
+    assert (both - "untraceable").rules == ()
 
 
 def test_an_unknown_log_topic_is_refused():

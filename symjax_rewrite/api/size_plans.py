@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ def parse_dims(dims: Any, fun: Callable[..., Any]) -> tuple[Shape | None, ...]:
     """
     if dims == ANNOTATIONS:
         return _annotated(fun)
+    if not isinstance(dims, str | Iterable):
+        expected = 'text such as "b T 64, 64 d", or "annotations"'
+        raise UsageError("not names of sizes", expected=expected, got=repr(dims))
     texts = dims.split(",") if isinstance(dims, str) else list(dims)
     return tuple(None if text is None else _shape(text) for text in texts)
 
@@ -81,6 +84,10 @@ def _annotated(fun: Callable[..., Any]) -> tuple[Shape | None, ...]:
         expected = 'such as x: Float[Array, "b T d"]'
         raise UsageError("no argument has named sizes", expected=expected, got=fun.__name__)
     return tuple(None if text is None else _shape(text) for text in texts)
+
+
+def _dims_text(shape: Sequence[Any] | None) -> str:
+    return "any" if shape is None else " ".join(map(str, shape))
 
 
 def sizes_of(
@@ -140,7 +147,7 @@ class SizePlans:
         flat: the function of arrays that was traced. values: the arrays. key: of what `flat` holds
         besides them.
         """
-        sizes = sizes_of(self.shapes, [jax.typeof(v).shape for v in values])
+        sizes = self._sizes([jax.typeof(v).shape for v in values])
         if not sizes or not self.assume.holds(sizes):
             return None
         plan = self._plan(flat, values, key)
@@ -156,6 +163,14 @@ class SizePlans:
         except NotInstantiableError as error:
             logger.debug("no plan for other sizes: %s", error)
             return None
+
+    def _sizes(self, actual: Sequence[tuple[Any, ...]]) -> dict[str, int] | None:
+        """Return `sizes_of` arrays; log if the names do not fit their ranks or sizes."""
+        found = sizes_of(self.shapes, actual)
+        if found is None and all(isinstance(n, int) and n > 0 for s in actual for n in s):
+            names, given = (", ".join(map(_dims_text, s)) for s in (self.shapes, actual))
+            logger.warning("dims=%r does not fit arrays of sizes %r", names, given)
+        return found
 
     def _emitted(
         self, plan: SizePlan, sizes: dict[str, int], closed: ClosedJaxpr
@@ -194,7 +209,7 @@ class SizePlans:
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [k for k, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
         avals = [jax_internals.array_aval(leaves[k].shape, leaves[k].dtype) for k in places]
-        if sizes_of(self.shapes, [a.shape for a in avals]) is None:
+        if self._sizes([a.shape for a in avals]) is None:
             return args, kwargs
         for k, spec in zip(places, self.specs(avals), strict=True):
             leaves[k] = spec

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import jax
 from jax import lax
@@ -28,13 +27,14 @@ from symjax_rewrite.errors import (
     SymjaxError,
     UnsupportedError,
     UsageError,
+    choice,
 )
+from symjax_rewrite.ir.sizes import consistent
 from symjax_rewrite.options import Budget, Numerics, Options, disabled, logger, why_off
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
 
 if TYPE_CHECKING:
-    from symjax_rewrite.cost.device_profiles import Device
     from symjax_rewrite.optimizer import Optimiser, Result
     from symjax_rewrite.reports.report import Report
 
@@ -58,6 +58,24 @@ def keep(x: Any) -> Any:
     return lax.optimization_barrier(x)
 
 
+P = ParamSpec("P")
+
+
+def _refusing_unknown_options(f: Callable[P, Any]) -> Callable[P, Any]:
+    """Wrap a function so that an unknown option is a `UsageError` that names the nearest one."""
+    known = list(inspect.signature(f).parameters)
+
+    @functools.wraps(f)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise UsageError("unknown option of sym_optimize", **choice(name, known[1:]))
+        return f(*args, **kwargs)
+
+    return checked
+
+
+@_refusing_unknown_options
 def sym_optimize(
     fun: Callable[..., Any] | None = None,
     /,
@@ -67,7 +85,7 @@ def sym_optimize(
     numerics: str | Numerics = "reassoc",
     frozen: tuple[str, ...] | str = (),
     assume: tuple[str, ...] | str = (),
-    device: str | os.PathLike[str] | Device | None = None,
+    device: object = None,
     verify: str = "off",
     on_unsupported: str = "keep",
     plan: Any = None,
@@ -87,8 +105,8 @@ def sym_optimize(
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen: names of arguments that `.prepare` takes.
         assume: facts about symbolic sizes, such as `"r < d/8"`.
-        device: what to price for: a name such as `"h100"` or `"cpu-16"` (16 cores), a file of the
-            command `calibrate`, or a `Device`; default: `SYMJAX_DEVICE`, else where JAX runs.
+        device: what to price for: a name (`"h100"`, `"cpu-16"`), a file of the command `calibrate`,
+            a `Device` or one of `jax.devices()`; default: `SYMJAX_DEVICE`, else where JAX runs.
         verify: `"first"`, `"always"` compare with the original and raise, `"warn"` keeps it.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
         plan: a saved `report.plan` to replay.
@@ -123,9 +141,9 @@ def sym_optimize(
 def _options(given: dict[str, Any]) -> Options:
     """Validate the arguments of `sym_optimize`."""
     values = {f.name: given[f.name] for f in dataclasses.fields(Options)}
-    for name in ("frozen", "assume"):
-        value = values[name]
-        values[name] = (value,) if isinstance(value, str) else tuple(value)
+    frozen = values["frozen"]
+    values["frozen"] = (frozen,) if isinstance(frozen, str) else _names(frozen)
+    values["assume"] = consistent(values["assume"]).facts
     values["rules"] = _rule_pack(values["rules"])
     values["numerics"] = Numerics.of(values["numerics"])
     if values["kernels"] not in ("auto", "always", "off"):
@@ -133,6 +151,12 @@ def _options(given: dict[str, Any]) -> Options:
 
         known_kernels(values["kernels"])  # raises for an unknown backend
     return Options(**values)
+
+
+def _names(frozen: Any) -> tuple[str, ...]:
+    if isinstance(frozen, Iterable) and all(isinstance(name, str) for name in frozen):
+        return tuple(frozen)
+    raise FrozenError("frozen takes names", expected="such as ('W', 'b')", got=repr(frozen))
 
 
 def _rule_pack(rules: Any) -> RulePack:

@@ -138,7 +138,7 @@ def _lines(a: Audit) -> Iterator[str]:
         mine = a.of(name)
         yield name if mine else f"{name}: none found"
         for f in mine:
-            yield f"  {f.what}"
+            yield f"  {units.scaled_numbers(f.what)}"
             yield f"    at {short_place(f.where)}"
             yield f"    {'; '.join(filter(None, (f.use(), f.gain())))}"
     if a.parts:

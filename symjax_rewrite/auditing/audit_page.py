@@ -38,7 +38,7 @@ def _parts(audit: Any) -> Iterator[Html]:
 def _finding(f: Finding) -> Html:
     line = tag("code", short_place(f.where))
     use = tag("span", f.use(), kind="good" if f.taken else "bad")
-    return row((tag("b", f.property), f.what, line, use, f.gain()))
+    return row((tag("b", f.property), units.scaled_numbers(f.what), line, use, f.gain()))
 
 
 def _limit(p: Bottleneck) -> Html:

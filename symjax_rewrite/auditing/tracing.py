@@ -89,7 +89,7 @@ def trace(f: Any, specs: tuple[Any, ...], device: str | None) -> TracedFunction:
         UsageError: `f` is no function, or the device is unknown.
     """
     if not callable(f):
-        raise UsageError("needs a function", expected="a callable of arrays", got=repr(f))
+        raise UsageError("audit and guard need a function", expected="a callable", got=repr(f))
     made: Any = getattr(f, "remake", None)
     base = getattr(f, "__wrapped__", None)  # a wrapper (the gradient) has the attributes too
     ours: bool = made is not None and base is jax_internals.inside_jit(made.args[0])

@@ -44,7 +44,7 @@ from symjax_rewrite.cost.profile_groups import (
     quantity,
 )
 from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
-from symjax_rewrite.errors import UsageError
+from symjax_rewrite.errors import UsageError, choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,8 +360,8 @@ def _named(name: str) -> Device:
         return DEVICES[name]
     if parsed := core_scaling.parsed_name(name):
         return _scaled_cpu(*parsed)
-    expected = f"{', '.join(sorted(DEVICES))}, or cpu-N for N cores"
-    raise UsageError("unknown device", expected=expected, got=repr(name))
+    known = (*sorted(DEVICES), "cpu-N for N cores", "the path of a profile, FILE.json")
+    raise UsageError("unknown device", **choice(name, known))
 
 
 def _scaled_cpu(cores: int, vectors: str) -> Device:

@@ -45,9 +45,11 @@ def selected_device(given: object) -> Device:
         return named
     if isinstance(named, os.PathLike) or (isinstance(named, str) and named.endswith(".json")):
         return read_profile(Path(named))
+    if isinstance(named, jax.Device):
+        return device_profile(None, named)
     if named is not None and not isinstance(named, str):
-        got = f"{type(named).__name__}"
-        raise UsageError("not a device", expected="a name, a path or a Device", got=got)
+        expected = "a name, a path, a Device or one of jax.devices()"
+        raise UsageError("not a device", expected=expected, got=repr(named))
     return device_profile(named, jax.devices()[0] if named is None else None)
 
 

@@ -169,10 +169,12 @@ class Assumptions:
     """
 
     def __init__(self, facts: Iterable[str] = ()) -> None:
+        if not isinstance(facts, Iterable):
+            raise UsageError("not facts about sizes", expected="'r < d/8'", got=repr(facts))
         self.facts = tuple(facts)
         self._lower: list[tuple[Poly, int]] = []  # (polynomial, bound): polynomial >= bound
         for fact in self.facts:
-            match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|==|<|>)\s*(.+?)\s*", fact)
+            match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|==|<|>)\s*(.+?)\s*", str(fact))
             if not match:
                 raise UsageError("not a fact about sizes", expected="'r < d/8'", got=repr(fact))
             left, op, right = _parse(match[1], fact), match[2], _parse(match[3], fact)
@@ -288,6 +290,15 @@ class Assumptions:
         envs = (dict(zip(ordered[:5], trial, strict=True)) | rest for trial in trials)
         return [e for e in envs if self.holds(e)][:9]
 
+    def contradictory(self) -> bool:
+        """Return True if one fact, or the sum of two, is false for all sizes ≥ 1."""
+        pairs = itertools.combinations(self._lower, 2)
+        for p, bound in (*self._lower, *[(p + q, b + c) for (p, b), (q, c) in pairs]):
+            opposite = dict(_substitute(-1 * p, {}).terms)  # the fact is p > 0 if it has a bound
+            if min(opposite.values(), default=0) >= 0 and (bound > 0 or opposite.get((), 0) > 0):
+                return True
+        return False
+
     def holds(self, env: Mapping[str, int]) -> bool:
         """Return True if the facts hold at some sizes; facts about other names count as true."""
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
@@ -301,6 +312,18 @@ def _corners(ends: Mapping[str, tuple[float, float]]) -> list[dict[str, int]]:
     corners = [dict(zip(ends, c, strict=False)) for c in itertools.product(*[*whole.values()][:3])]
     both = [{n: ends[k] for n, ends in whole.items()} for k in (0, 1)] if len(ends) > 3 else []
     return [middle, *({**middle, **corner} for corner in corners), *both]
+
+
+def consistent(facts: str | Iterable[str]) -> Assumptions:
+    """Return a fact or several as assumptions.
+
+    Raises:
+        UsageError: a fact is malformed, or no sizes fulfil two of the facts.
+    """
+    known = Assumptions((facts,) if isinstance(facts, str) else facts)
+    if known.contradictory():
+        raise UsageError("no sizes fulfil these facts", got=", ".join(map(repr, known.facts)))
+    return known
 
 
 def is_fact(text: str) -> bool:

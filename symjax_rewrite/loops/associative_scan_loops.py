@@ -32,6 +32,7 @@ from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.stepwise_equations import stepped_result
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import FUSION
+from symjax_rewrite.text_tables import predicted
 
 Arrays = list[Array]
 Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed order
@@ -68,8 +69,7 @@ class AffineTrees:
                 reason = Obstacle.COST(f"{what} is predicted to be no slower than loops")
                 yield refused(reason, eqn, seconds)
             else:
-                predicted = f"predicted {seconds[1]:.1e} s for {seconds[0]:.1e} s"
-                taken.append((d, f"{what} runs as loops: {predicted}", seconds))
+                taken.append((d, f"{what} runs as loops: {predicted(*seconds)}", seconds))
         loops = as_loops(around, [d for d, _, _ in taken])
         for (_, reason, seconds), parts in zip(taken, loops, strict=True):
             yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)

@@ -291,6 +291,7 @@ _NUMPY: dict[str, Callable[[Any], Any]] = {
     **{f.__name__: f for f in (np.sin, np.cos, np.tan, np.tanh, np.floor, np.ceil, np.sign)},
     "erf": np.vectorize(math.erf, otypes=[float]),
     "conj": np.conj,
+    "is_number": lambda x: np.ones(np.shape(x)),
 }
 
 

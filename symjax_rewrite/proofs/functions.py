@@ -111,7 +111,7 @@ def _log_of_positive(a: Calculus, atom: Atom) -> Poly:
         return a.operand(atom)
     if form.kind == "prime":
         return a.prime_log(form.attr)
-    return _log_atom(a, a.of(atom))
+    return _log_atom(a, a.operand(atom) if form.kind == "power" else a.of(atom))
 
 
 # ---------------------------------------------------------------- tests
@@ -126,6 +126,8 @@ def _positive(a: Calculus, p: Poly) -> Poly:
     decided = _decided(a, p)
     if decided is not None:
         return decided
+    if (logs := _compared_exponents(a, p)) is not None:
+        return a.record("monotone", operation("positive", p), positive(a, logs))
     if a.is_integer(p):
         return _positive_integer(a, p)
     content, inner = a.content(p, only_positive=True)
@@ -161,8 +163,21 @@ def _zero(a: Calculus, p: Poly) -> Poly:
         return ZERO
     if any(_decided(a, q) == ONE for q in (p, a.scale(-1, p))):
         return ZERO
+    if (logs := _compared_exponents(a, p)) is not None:
+        return a.record("monotone", operation("zero", p), zero(a, logs))
     inner = a.content(p, only_positive=True)[1]
     return a.of(a.even("zero", None, inner, {"bit": True, "integer": True, "sign": 1}))
+
+
+def _compared_exponents(a: Calculus, p: Poly) -> Poly | None:
+    """Return log x − log y of a difference x − y of products of exponentials, else None."""
+    if len(p) != 2 or not any(mono for mono, _ in p) or not a.is_real(p):
+        return None
+    above, below = sorted(p, key=lambda term: -Fraction(term[1]))
+    kinds = {a.form(atom).kind for mono, _ in p for atom, _ in mono}
+    if above[1] < 0 or below[1] > 0 or kinds != {"exp"}:
+        return None
+    return a.sub(log(a, (above,)), log(a, a.scale(-1, (below,))))
 
 
 def _decided(a: Calculus, p: Poly) -> Poly | None:
@@ -263,7 +278,30 @@ def select(a: Calculus, test: Poly, yes: Poly, no: Poly) -> Poly:
         return a.add(yes, mask(a, test))
     if yes == least:
         return a.add(no, mask(a, a.sub(ONE, test)))
-    return a.record("select", operation("select", test, yes, no), a.case(test, yes, no))
+    whole = operation("select", test, yes, no)
+    for is_number, kept, other in ((test, yes, no), (a.sub(ONE, test), no, yes)):
+        if _is_no_number_with(a, is_number, other):
+            return a.record("not_a_number", whole, kept)
+    return a.record("select", whole, a.case(test, yes, no))
+
+
+def _is_no_number_with(a: Calculus, test: Poly, p: Poly) -> bool:
+    """Return True if a test is [q is a number], and p has a term in every value that q reads."""
+    terms = [mono[0][0] for mono, _ in p if len(mono) == 1 and not a.form(mono[0][0]).bit]
+    if len(test) != 1 or test[0][1] != 1 or [a.form(x).kind for x, _ in test[0][0]] != ["zero"]:
+        return False
+    inside = [x for mono, _ in a.operand(test[0][0][0][0]) for x, _ in mono]
+    if [a.form(x).attr for x in inside] != [("is_number", ())]:
+        return False
+    return all(x in terms for mono, _ in a.operand(inside[0]) for x, _ in mono)
+
+
+def sign(a: Calculus, p: Poly, params: Any) -> Poly:
+    """Return the sign of a real number: −1, 0 or 1."""
+    if not a.maxima_as_cases or not a.is_real(p):
+        return applied(a, "sign", params, p, integer=True)
+    made = a.sub(positive(a, p), positive(a, a.scale(-1, p)))
+    return a.record("sign", operation("map", p, attr=("sign", params)), made)
 
 
 def mask(a: Calculus, test: Poly) -> Poly:

@@ -34,6 +34,10 @@ LAWS = {
     "range_split": "Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m)",
     "max": "max_k(a + b) = a + max_k b (k not in a), max(a, max(b, c)) = max(a, b, c)",
     "max_by_test": "max(a, b) = b + [a > b]·(a − b)",
+    "sign_cases": "a = b if a = b where c > 0, where c < 0 and where c = 0, for each tested c",
+    "monotone": "[exp(a) − exp(b) > 0] = [a − b > 0], also of = 0",
+    "sign": "sign(a) = [a > 0] − [−a > 0]",
+    "not_a_number": "where(a is no number, b, c) = c if b reads a, and so is no number either",
     "fold_of_sum": "c(t+1) = c(t) + b(t)  →  c(t) = c(0) + Σ_{s<t} b(s); induction step",
     "fold_of_maximum": "c(t+1) = max(c(t), b(t))  →  c(t) = max(c(0), max_{s<t} b(s)); "
     "induction step",

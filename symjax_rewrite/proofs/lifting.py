@@ -26,9 +26,11 @@ from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs.affine_forms import product
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
+from symjax_rewrite.proofs.windows import windowed
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())
@@ -150,7 +152,8 @@ class Lifting:
                 return self._reversed(number, here)
             case name if name in _PREFIXES:
                 return self._prefix(number, here)
-        return self.solve(self, number, output, here)
+        made = windowed(self, number, here)
+        return made if made is not None else self.solve(self, number, output, here)
 
     def _leaf(self, value: int, dtype: str, at: list[Index]) -> Poly:
         if value in self.steps:
@@ -174,6 +177,10 @@ class Lifting:
                 return reductions.maximum(a, [(tuple(bound), p)])
             case "min" | "and":
                 return reductions.minimum(a, [(tuple(bound), p)])
+            case "prod":
+                for name in bound:
+                    p = product(a, p, name, a.size(a.table.sizes[name]))
+                return p
         return self._interned(f"reduce_{node.attr}", [(bound, p)], a.is_real(p))
 
     def _slice(self, node: Node, at: list[Index]) -> Poly:
@@ -403,6 +410,8 @@ class Lifting:
                     same = functions.zero(a, a.sub(number, ONE))
                 return same if name == "eq" else a.sub(ONE, same)
         key = (*params, kind) if isinstance(params, tuple) else (params, kind)
+        if name == "sign":
+            return functions.sign(a, ps[0], key)
         made = functions.applied(a, name, key, *ps, integer=name in INTEGER_MAPS or kind in "iu")
         return made if dtype_kind(dtype) != "b" else functions.zero(a, a.sub(made, ONE))
 

@@ -17,13 +17,15 @@ from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
 from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs.affine_forms import affine_again
 from symjax_rewrite.proofs.affine_trees import find_trees
 from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
 from symjax_rewrite.proofs.conditions import Conditions, undecided
 from symjax_rewrite.proofs.forms import ZERO, Atom, Index, Number, Poly, plain, plain_name
 from symjax_rewrite.proofs.lifting import Lifting
 from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import LoopSolver, affine_again, iteration_again, tree_value
+from symjax_rewrite.proofs.recurrences import LoopSolver, iteration_again, tree_value
+from symjax_rewrite.proofs.sign_cases import is_zero_by_cases
 
 ROUNDS = 4  # denominators within denominators that are multiplied out
 
@@ -174,8 +176,18 @@ def _output(
 
 
 def equal(a: Calculus, p: Poly, q: Poly) -> bool:
-    """Return True if polynomials are equal, after denominators are multiplied out."""
+    """Return True if polynomials are equal: multiplied out, or in every case of what they test."""
     rest = ZERO if p == q else a.sub(p, q)
+    if cancels(a, rest):
+        return True
+    if not a.maxima_as_cases or not is_zero_by_cases(a, rest, functools.partial(cancels, a)):
+        return False
+    a.record("sign_cases", operation("same", p), q)
+    return True
+
+
+def cancels(a: Calculus, rest: Poly) -> bool:
+    """Return True if a polynomial is zero after denominators are multiplied out."""
     for _ in range(ROUNDS):
         if rest == ZERO:
             return True

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.sizes import Assumptions
+from symjax_rewrite.errors import UsageError, choice
+from symjax_rewrite.ir.sizes import consistent
 from symjax_rewrite.options import Budget
 from symjax_rewrite.proofs.arithmetic import OutOfBudgetError
 from symjax_rewrite.proofs.checks import Checked
@@ -34,7 +34,7 @@ def prove_equal(
     *specs: Any,
     kwargs: Mapping[str, Any] | None = None,
     numerics: str = "reassoc",
-    assume: Sequence[str] = (),
+    assume: Sequence[str] | str = (),
     budget: Budget | None = None,
 ) -> Proof | Different | Unknown:
     """Prove that two functions have equal values, for all values and all named sizes.
@@ -77,12 +77,12 @@ def prove_equal(
         True
     """
     if numerics not in ("reassoc", "finite"):
-        raise UsageError("unknown numerics", expected="reassoc, finite", got=repr(numerics))
+        raise UsageError("unknown numerics", **choice(numerics, ("reassoc", "finite")))
     started = time.perf_counter()
     tree = (specs, dict(kwargs or {}))
     args, named = specs_of(tree, scope_of(tree))
     with jax.enable_x64(is_wide((args, named))):
-        problem = Problem.of(f, g, args, named, Assumptions(assume), numerics, budget or Budget())
+        problem = Problem.of(f, g, args, named, consistent(assume), numerics, budget or Budget())
         if (different := problem.structure()) is not None:
             return different
         found = sample(problem)

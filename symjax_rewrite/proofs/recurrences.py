@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs.affine_forms import bound_names, recurrence
 from symjax_rewrite.proofs.affine_trees import Tree
 from symjax_rewrite.proofs.arithmetic import Calculus, operation
 from symjax_rewrite.proofs.conditions import Condition
@@ -317,39 +318,6 @@ def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:
     return out
 
 
-def _bound(a: Calculus, names: Sequence[int], p: Poly) -> tuple[list[int], Poly]:
-    """Return a polynomial as a branch of a form, which binds some names."""
-    fresh = [a.table.fresh(a.table.sizes[n]) for n in names]
-    return fresh, a.substitute(p, dict(zip(names, map(plain, fresh), strict=True)))
-
-
-def recurrence(a: Calculus, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:
-    """Return h(at) of h(0) = start, h(t+1) = factor(t)·h(t) + shift(t)."""
-    if shift == ZERO and start == ZERO:
-        return ZERO
-    steps = [_bound(a, [step], p) for p in (factor, shift)]
-    return affine_again(a, None, [*steps, ((), start), ((), at)])
-
-
-def affine_again(a: Calculus, form: Form | None, branches: Branches) -> Poly:
-    """Make an affine recurrence of its factors, its shifts, its start and its place.
-
-    h(e + 1) becomes a(e)·h(e) + b(e), for an index e.
-    """
-    (_, start), (_, place) = branches[2:]
-    if place == ZERO:
-        return start
-    facts = {"real": all(a.is_real(p) for _, p in branches)}
-    made = a.of(a.table.intern("recurrence", None, branches, facts, keeps_bound=True))
-    index, (least, _) = functions.as_index(a, place), functions.value_range(a, place)
-    if index is None or least is None or not a.facts.nonnegative(least - 1):
-        return made
-    last = (index[0] - 1, index[1])
-    factor, shift = (a.substitute(p, {names[0]: last}) for names, p in branches[:2])
-    before = affine_again(a, form, [*branches[:3], ((), a.index(last))])
-    return a.record("unfold", operation("same", made), a.add(a.mul(factor, before), shift))
-
-
 # ---------------------------------------------------------------- iterations
 
 
@@ -377,17 +345,17 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
     blank = {c.form: _carry(a, c, level, -1) for c in group}
 
     def rank(c: Carried) -> int:
-        after = _bound(a, [step, *c.names], replaced(a, steps[c.form], _leaves(a, blank)))
-        parts = [_bound(a, c.names, c.start), after]
+        after = bound_names(a, [step, *c.names], replaced(a, steps[c.form], _leaves(a, blank)))
+        parts = [bound_names(a, c.names, c.start), after]
         return a.table.intern("ranked", None, parts, {}, keeps_bound=True).form
 
     group = sorted(group, key=rank)
     mine = {c.form: _carry(a, c, level, k) for k, c in enumerate(group)}
     branches: list[tuple[Sequence[int], Poly]] = []
     for c in group:
-        branches.append(_bound(a, c.names, c.start))
+        branches.append(bound_names(a, c.names, c.start))
         after = replaced(a, steps[c.form], _leaves(a, mine))
-        branches.append(_bound(a, [step, *c.names], after))
+        branches.append(bound_names(a, [step, *c.names], after))
     for k, c in enumerate(group):
         places = [((), a.index(plain(n))) for n in (step, *c.names)]
         attr = (level, k, tuple(mine.values()))

@@ -62,10 +62,11 @@ def size_choices(specs: Sequence[Any], facts: Assumptions) -> Iterator[dict[str,
     ]
     tried += [{n: int(draw.integers(1, 1 << j)) for n in names} for j in range(2, 8)]
     tried += facts.samples(names)
-    found = 0
+    found: list[dict[str, int]] = []
     for sizes in tried:
-        if found < 3 and facts.holds(sizes) and _is_proper(specs, sizes):
-            found += 1
+        fits = len(found) < 3 and facts.holds(sizes) and _is_proper(specs, sizes)
+        if fits and sizes not in found:
+            found.append(sizes)
             yield sizes
 
 
@@ -203,7 +204,7 @@ def _difference(
     one_sided = np.isfinite(x) != np.isfinite(y)
     if one_sided.any():
         return tuple(map(int, np.argwhere(one_sided)[0]))
-    gap = np.where(finite, np.abs(x - y), 0.0)
+    gap = np.abs(np.subtract(x, y, out=np.zeros_like(x), where=finite))
     size = max(scale, *(float(np.max(np.abs(a[finite]), initial=0)) for a in (x, y)))
     if gap.size == 0 or not gap.max() > allowed * size:
         return None

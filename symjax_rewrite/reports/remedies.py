@@ -6,8 +6,8 @@ from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.usage_records import RouteUse
 
 KERNELS = ("fold", "far_field", "norm_linear", "scan", "banded", "selection", "sparse")
-FORCED = "kernels='always', tune=True times the kernel and keeps what is fastest"
-BY_HAND = "none by an option: write that form yourself if it measures faster"
+FORCED = "kernels='always' takes it; tune=True times it and keeps what is fastest"
+BY_HAND = "no option takes it: write that form yourself if it measures faster"
 
 # Of an obstacle that is not here nothing is known that the user could change.
 REMEDIES: dict[Obstacle, str] = {

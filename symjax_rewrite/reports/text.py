@@ -46,7 +46,15 @@ def headline(report: Record) -> str:
         b, a = getattr(before, name), getattr(after, name)
         if units.is_number(b, a) and a and b > 1.25 * a:
             gains.append(f"{label} {units.ratio(b / a)} smaller")
-    return f"{where}: {'; '.join(gains) or 'rewritten, without a price'}"
+    return f"{where}: {'; '.join(gains) or _gain_of_parts(report)}"
+
+
+def _gain_of_parts(report: Record) -> str:
+    """Return the largest gain of a change, where the prices of the whole program tell none."""
+    there = max((c.ratio or 0 for c in report.changes), default=0)
+    if there <= 1:
+        return "rewritten, without a price"
+    return f"predicted {units.ratio(there)} as fast where it was rewritten"
 
 
 def _alternative(report: Record) -> str:
@@ -55,8 +63,9 @@ def _alternative(report: Record) -> str:
     if best is None:
         undecided = report.details.crossovers
         return "; which form is cheaper depends on the sizes" if undecided else ""
-    slower = ", slower" if (best.ratio or 0) < 1 else ""
-    return f"; best alternative: {best.name}, predicted {units.ratio(best.ratio or 0)}{slower}"
+    gain = units.ratio(best.ratio or 0)
+    said = "no faster" if gain == "1.00×" else f"{gain} as fast"
+    return f"; best alternative: {best.name}, predicted {said}"
 
 
 def _table(report: Record) -> Iterator[str]:

@@ -7,24 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.text_tables import NOT_PRICED as NOT_PRICED
+from symjax_rewrite.text_tables import digits as digits
+from symjax_rewrite.text_tables import duration as duration
 
-NOT_PRICED = "not priced"
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def duration(seconds: float | None) -> str:
-    """Return seconds for a reader.
-
-    Example:
-        >>> duration(1.884), duration(0.0338), duration(2.7e-5), duration(None)
-        ('1.88 s', '33.8 ms', '27.0 µs', 'not priced')
-    """
-    if not seconds:
-        return NOT_PRICED if seconds is None else "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * size:
-            return f"{digits(seconds / size)} {unit}"
-    return f"{digits(seconds / 1e-9)} ns"
 
 
 def quantity(value: Any, unit: str = "") -> str:
@@ -85,26 +72,15 @@ def count(value: Any) -> str:
     return quantity(value)
 
 
-def digits(value: float) -> str:
-    """Return a number with three significant digits; a whole number below 1000 as it is.
-
-    Example:
-        >>> digits(1123.75), digits(33.84), digits(1.0), digits(4.2), digits(0.384)
-        ('1124', '33.8', '1.00', '4.20', '0.384')
-    """
-    for least, places in ((99.95, 0), (9.995, 1), (0.9995, 2)):
-        if value >= least:
-            return f"{value:.{places}f}"
-    return f"{value:.3g}"
-
-
 def ratio(value: float) -> str:
     """Return how many times, for a reader.
 
     Example:
-        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144)
-        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×')
+        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144), ratio(1e-4)
+        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×', '<0.01×')
     """
+    if 0 < value < 0.005:
+        return "<0.01×"
     if value >= 1e4:
         return f"{quantity(value)}×"
     return f"{value:.2f}×" if value < 9.995 else f"{digits(value)}×"

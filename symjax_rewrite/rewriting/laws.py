@@ -6,6 +6,8 @@ the transpose and `⁻¹` the inverse. Definitions follow after `, where`, separ
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.numpy import linalg
 
+from symjax_rewrite.errors import RuleError
+
 _SIGNS = str.maketrans({"·": " @ ", "−": "-", "ᵀ": ".T", "≤": "<=", "≥": ">="})
+_LAW = "such as '(a·b)·c = a·(b·c)'"
 _INVERSE = re.compile(r"(\w+|\([^()]*\))⁻¹")
 
 
@@ -44,6 +49,28 @@ def regular(a: Any) -> Any:
     return a + (1 + 8 * jnp.max(jnp.abs(a), initial=0)) * jnp.eye(len(a), dtype=a.dtype)
 
 
+def _python(source: str) -> str:
+    return _INVERSE.sub(r"inv(\1)", source).translate(_SIGNS)
+
+
+def _check_equations(equations: list[str], known: set[str], text: str) -> None:
+    """Raise `RuleError` unless every part is an equation of expressions in known names."""
+    used: set[str] = set()
+    for equation in equations:
+        sides = equation.split(" = ")
+        try:
+            trees = [ast.parse(_python(side).strip(), mode="eval") for side in sides]
+        except SyntaxError as error:
+            raise RuleError("a law that cannot be read", expected=_LAW, got=repr(text)) from error
+        if len(sides) != 2:
+            raise RuleError("a law is one equation", expected=_LAW, got=repr(text))
+        used |= {n.id for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    defined = {equation.split(" = ")[0].strip() for equation in equations[1:]}
+    if unknown := sorted(used - known - defined - vars(builtins).keys()):
+        remedy = f"give its shape: law(..., {unknown[0]}='ij')"
+        raise RuleError(f"a law with an unknown name {unknown[0]!r}", got=repr(text), remedy=remedy)
+
+
 def law(text: str, kinds: str = "fci", regulars: str = "", **names: Any) -> Sides:
     """Return the sides of a law from its text.
 
@@ -52,6 +79,9 @@ def law(text: str, kinds: str = "fci", regulars: str = "", **names: Any) -> Side
         kinds: as of `Sides`.
         regulars: names of the arguments that are regular matrices.
         names: the shape of each argument, as a word of `Sides.shapes`; or a function by its name.
+
+    Raises:
+        RuleError: the text is no equation, or has a name without a shape.
 
     Example:
         >>> factored = law("a·b + a·c = a·(b + c)", a="ij", b="jk", c="jk")
@@ -63,9 +93,10 @@ def law(text: str, kinds: str = "fci", regulars: str = "", **names: Any) -> Side
     known = {"I": lambda a: jnp.eye(len(a), dtype=a.dtype), "Σ": jnp.sum, "where": jnp.where}
     known |= {"solve": linalg.solve, "inv": linalg.inv, "mean": jnp.mean} | names
     equation, _, definitions = text.partition(", where ")
+    _check_equations([equation, *filter(None, definitions.split(" and "))], {*known}, text)
 
     def evaluated(source: str, scope: dict[str, Any]) -> Any:
-        return eval(_INVERSE.sub(r"inv(\1)", source).translate(_SIGNS), scope)
+        return eval(_python(source), scope)
 
     def both(*arrays: Any) -> tuple[Any, Any]:
         scope = known | dict(zip(shapes, arrays, strict=True))

@@ -8,13 +8,14 @@ Packs of rules compose with `+`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from symjax_rewrite.candidates import Pass
 from symjax_rewrite.cost.term_cost import CostModel
-from symjax_rewrite.errors import RuleError
+from symjax_rewrite.errors import RuleError, choice
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import ends_early
@@ -195,10 +196,12 @@ def axiom(
         options: further fields of `Axiom`.
 
     Raises:
-        RuleError: the property or the numerics level is unknown.
+        RuleError: a law is neither text nor of `law`, or the property or the level is unknown.
     """
     _check_properties((property,))
     _check_level(options.get("numerics", "reassoc"))
+    if not all(isinstance(x, str | Sides) for x in laws):
+        raise RuleError("an axiom needs laws", expected="texts or law(...)", got=repr(laws))
     text = "; ".join([x if isinstance(x, str) else x.text for x in laws])
     sides = tuple(x for x in laws if isinstance(x, Sides))
     return lambda apply: Axiom(apply.__name__, text, property, on, apply, sides=sides, **options)
@@ -295,6 +298,16 @@ def _is_pass(given: Any) -> bool:
     return not isinstance(given, type) and named and callable(getattr(given, "candidates", None))
 
 
+def _check_rule_names(rules: tuple[Axiom | Lemma, ...]) -> None:
+    """Raise `RuleError` if two rules have one name."""
+    named: dict[str, Axiom | Lemma] = {}
+    for rule in rules:
+        if named.setdefault(rule.name, rule) is not rule:
+            lines = f"{line_of(named[rule.name])} and {line_of(rule)}"
+            remedy = "give each rule a name of its own: pack - name and bisect go by names"
+            raise RuleError("two rules of a pack have one name", got=lines, remedy=remedy)
+
+
 def _check_pass_names(rules: tuple[Axiom | Lemma, ...], added: tuple[Pass, ...]) -> None:
     """Raise `RuleError` if a pass has the name of a rule or of another pass."""
     taken = {*PASSES, *(r.name for r in rules)}
@@ -330,7 +343,7 @@ class RulePack:
     Adding another pack does not restore a removed pass.
 
     Raises:
-        RuleError: an element is neither a rule nor a pass, or two passes have one name.
+        RuleError: an element is neither a rule nor a pass, or two elements have one name.
 
     Examples:
         >>> (RulePack("a", ()) + RulePack("b", ())).name
@@ -345,7 +358,10 @@ class RulePack:
     added: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
-        given = (*self.rules, *self.added)
+        if not isinstance(self.name, str) or not isinstance(self.rules, Iterable):
+            expected = 'RulePack("its name", (rule, ...))'
+            raise RuleError("not a pack", expected=expected, got=repr((self.name, self.rules)))
+        given = _union(tuple(self.rules), self.added)
         for each in given:
             if not isinstance(each, (Axiom, Lemma)) and not _is_pass(each):
                 raise RuleError(
@@ -357,6 +373,7 @@ class RulePack:
                 )
         rules = tuple(r for r in given if isinstance(r, (Axiom, Lemma)))
         added = tuple(p for p in given if not isinstance(p, (Axiom, Lemma)))
+        _check_rule_names(rules)
         _check_pass_names(rules, added)
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "added", added)
@@ -374,19 +391,27 @@ class RulePack:
             return NotImplemented
         without = tuple(p for p in PASSES if p in (*self.without, *other.without))
         rules, added = _union(self.rules, other.rules), _union(self.added, other.added)
-        return RulePack(f"{self.name}+{other.name}", rules, without, added)
+        _check_pass_names(rules, added)
+        return self._changed(f"{self.name}+{other.name}", rules, without, added)
 
     def __sub__(self, names: str | Iterable[str]) -> RulePack:
+        if not isinstance(names, Iterable):
+            return NotImplemented
         gone = {names} if isinstance(names, str) else set(names)
         known = {*PASSES, *(r.name for r in self.rules), *(p.name for p in self.added)}
         if unknown := gone - known:
-            raise RuleError(
-                "no such rule in this pack", expected=sorted(known), got=sorted(unknown)
-            )
+            raise RuleError("no such rule in this pack", **choice(min(unknown), sorted(known)))
         without = tuple(p for p in PASSES if p in gone or p in self.without)
         rules = tuple(r for r in self.rules if r.name not in gone)
         added = tuple(p for p in self.added if p.name not in gone)
-        return RulePack(self.name, rules, without, added)
+        return self._changed(self.name, rules, without, added)
+
+    def _changed(self, *values: Any) -> RulePack:
+        """Return a pack of other fields; rules of several packs may share a name."""
+        pack = copy.copy(self)
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(pack, name, value)
+        return pack
 
     @property
     def passes(self) -> tuple[str, ...]:

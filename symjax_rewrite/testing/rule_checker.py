@@ -73,6 +73,9 @@ def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ())
         return check_route(rule, tuple(examples))
     if isinstance(rule, Lemma):
         return _check_lemma(rule)
+    if not isinstance(rule, Axiom):
+        expected = "an axiom, a lemma or a route"
+        raise RuleError("check_rule needs a rule", expected=expected, got=repr(rule))
     check_laws(rule)
     lefts = tuple(_side_of(rule, law, 0) for law in rule.sides)
     for specimens in ((*examples, *SPECIMENS), lefts):

@@ -138,6 +138,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "proofs.normal_forms": {"ROUNDS": SEARCH},
     "proofs.proving": {"LAWS_PER_NODE": SEARCH},
     "proofs.reductions": {"MOST_ENTRIES": SEARCH, "MOST_OPENED": SEARCH},
+    "proofs.sign_cases": {"MOST_BOUNDS": SEARCH, "MOST_CELLS": SEARCH},
     "proofs.samples": {"MOST_WORK": SEARCH},
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},

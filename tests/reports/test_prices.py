@@ -357,3 +357,13 @@ def test_program_without_candidates_names_no_alternative():
     assert report.best_alternative is None
     assert str(report).splitlines()[0].startswith("left as written: sin on ")
     assert "best alternative" not in str(report)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_headline_names_the_gain_of_a_part_where_the_whole_has_none():
+    report = sym_optimize(lambda x: jnp.cumsum(x, 0), device="cpu").explain(
+        *spec_list([(2000, 300)])
+    )
+    (change,) = report.changes
+    gain = f"predicted {ratio(change.ratio)} as fast where it was rewritten"
+    assert str(report).splitlines()[0].endswith(gain)

@@ -16,7 +16,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.errors import KernelError, UsageError, choice
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -59,7 +59,7 @@ def known_kernels(kernels: str) -> str:
     """
     known = dict.fromkeys(("auto", "always", "off", *BACKENDS, *SCANS.backends))
     if kernels not in known:
-        raise UsageError("unknown kernels", expected=[*known], got=repr(kernels))
+        raise UsageError("unknown kernels", **choice(kernels, known))
     return kernels
 
 
@@ -276,8 +276,9 @@ def _note_seconds(cluster: Cluster, folds: Sequence[FoldRoute], device: Device) 
 
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
-    backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
-    stored = f"{cluster.extent()} pairs are never stored ({backends}){cluster.memory}"
+    backends = sorted({r.backend for r in made if isinstance(r, FoldRoute)} - {"auto"})
+    by = f" ({', '.join(backends)})" if backends else ""
+    stored = f"{cluster.extent()} pairs are never stored{by}{cluster.memory}"
     if any(isinstance(r, MirroredRoute) for r in made):
         stored += "; each is computed once"
     reason = cluster.reason or stored

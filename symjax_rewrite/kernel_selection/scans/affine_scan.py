@@ -55,6 +55,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan, seconds_on_gpu
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
+from symjax_rewrite.text_tables import predicted
 
 TIME = "t"
 
@@ -157,9 +158,8 @@ def scan_of(
         if not fits or not margins.pays_at_all(found, "scan", device):
             return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
         before, after = found[0]
-        reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
         kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
-        return kernel, f"{reason} for {before:.1e} s"
+        return kernel, f"the longest axis of its states innermost, {predicted(before, after)}"
     if kernels == "auto":
         chosen = cuda_backend(spec)
         if not hasattr(chosen, "run"):

@@ -39,6 +39,7 @@ from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     loop_seconds,
     matrix_scan,
 )
+from symjax_rewrite.text_tables import predicted
 
 TIME = -1  # the axis of steps, beside the axes of a state
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -239,10 +240,10 @@ def matrices_of(
         return None, ""
     before = sum(loop_seconds(s, rates, gradient) for s in specs)
     after = sum(chunk_seconds(s, rates, gradient) for s in specs)
-    predicted = f"chunked matmuls of its matrix states, predicted {after:.1e} s for {before:.1e} s"
+    why = f"chunked matmuls of its matrix states, {predicted(before, after)}"
     if not margins.pays(before, after, "scan", device):
-        return None, predicted
-    return replace(route, seconds=(before, after)), predicted
+        return None, why
+    return replace(route, seconds=(before, after)), why
 
 
 def _matrices(loop: Loop, groups: list[Group]) -> dict[tuple[int, ...], MatrixKernel]:
