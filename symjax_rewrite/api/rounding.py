@@ -79,7 +79,7 @@ def _variance(eqn: jax_internals.JaxprEqn) -> float:
 
 def _rounds(eqn: jax_internals.JaxprEqn) -> bool:
     name = eqn.primitive.name
-    if name in EXACT or not any(_inexact(_dtype(v)) for v in eqn.outvars):
+    if name in EXACT or not eqn.invars or not any(_inexact(_dtype(v)) for v in eqn.outvars):
         return False
     if name != "convert_element_type":
         return True

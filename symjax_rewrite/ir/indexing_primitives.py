@@ -75,6 +75,7 @@ def _stack(s: Site) -> Ref:
     """Return a concatenation of operands that each hold one index of the new axis."""
     groups, d = s.outs[0].groups, s.params["axis"]
     rest = [a for a in range(len(groups)) if a != d]
+    require(len(groups[d]) <= 1)
     args = tuple([ref.over(s.aligned(k, enumerate(rest))) for k, ref in enumerate(s.refs)])
     return s.add(op.CONCAT, (groups[d][0], (1,) * len(args)), args) if groups[d] else args[0]
 

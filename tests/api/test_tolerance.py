@@ -125,6 +125,15 @@ def test_the_bound_follows_the_lengths_of_sums_and_the_trips_of_loops():
     assert bound(lambda x: jnp.matmul(x, x.T), x) < 1.01 * once  # accumulated in 32 bits
 
 
+def test_equations_without_operands_round_nothing():
+    branch = lambda c: (c[0] @ c[1], c[1])  # noqa: E731
+    f = lambda x: jax.lax.cond(x[0, 0] > 0, branch, branch, (x, x * 2))[0].sum()  # noqa: E731
+    x = normal(4, 4)
+    closed = jax.make_jaxpr(jax.value_and_grad(f))(x)  # a branch fills its residuals with `empty`
+    assert 0 < relative_bound(closed) < 1e-5
+    assert all(jnp.isfinite(far).all() for far in spread(closed, [x]))
+
+
 def test_complex_and_integer_outputs_move_where_roundings_decide():
     x = jnp.array([1.0, 0.5, 0.1 + 0.2])
     f = lambda x: (x * (1 + 2j), x * x / x >= x, jnp.arange(3))  # noqa: E731

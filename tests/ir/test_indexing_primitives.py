@@ -67,3 +67,9 @@ def test_out_of_range_indices_clamp_or_fill(name, dtype):
     got, wanted = np.asarray(got, wide), np.asarray(wanted, wide)
     rounding = 2**-7 if dtype == jnp.bfloat16 else 0  # sums of 400 integers, rounded once
     np.testing.assert_allclose(got, wanted, rounding)
+
+
+def test_stacked_axis_that_is_split_afterwards_keeps_its_length():
+    f = lambda d, s: jnp.stack([s] * 12).reshape(3, 4) @ d.T  # noqa: E731
+    d, s = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32"), jnp.float32(2)
+    np.testing.assert_allclose(sym_optimize(f)(d, s), f(d, s), rtol=1e-6)
