@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 from jax import lax
 
-from symjax_rewrite import jax_kernels
+from symjax_rewrite import jax_internals, jax_kernels
 from symjax_rewrite.cost.device_profiles import (
     LEAST_SHARED_BYTES,
     OLDEST_GPU,
@@ -103,6 +103,19 @@ def planning_for(device: Device) -> Iterator[None]:
         yield
     finally:
         _planned.reset(token)
+
+
+_defers: ContextVar[bool] = ContextVar("kernels are traced late", default=False)
+
+
+@contextlib.contextmanager
+def deferring_kernels(defers: bool) -> Iterator[None]:
+    """Trace a kernel that is chosen by platform only where the program is lowered for a GPU."""
+    token = _defers.set(defers)
+    try:
+        yield
+    finally:
+        _defers.reset(token)
 
 
 def gpu_at_hand() -> Gpu:
@@ -263,7 +276,7 @@ class KernelFamily(Generic[Spec]):
         elif isinstance(kernel := (cuda_run or self.cuda_run)(spec), Reason):
             run = plain
         else:
-            run = partial(lax.platform_dependent, cuda=kernel, default=elsewhere or plain)
+            run = partial(_by_platform, kernel, elsewhere or plain)
         return by_definition(run, definition or plain, *operands)
 
     def _named(self, name: str, spec: Spec) -> Callable[..., Any]:
@@ -285,6 +298,20 @@ class KernelFamily(Generic[Spec]):
             return jax.tree.unflatten(tree, jax_kernels.absent_kernel(leaves, kernel, platform))
 
         return partial(lax.platform_dependent, default=elsewhere, **{platform: run})
+
+
+def _by_platform(kernel: Callable[..., Any], default: Callable[..., Any], *operands: Any) -> Any:
+    """Run a kernel where the program is lowered for CUDA, and the default elsewhere."""
+    if not _defers.get():
+        return lax.platform_dependent(*operands, cuda=kernel, default=default)
+    closed, tree = jax_internals.make_jaxpr(default, *operands)
+    late = partial(jax_kernels.late_kernel, lambda *xs: jax.tree.leaves(kernel(*xs)))
+    leaves = lax.platform_dependent(
+        *operands,
+        cuda=lambda *xs: late(closed.out_avals, *xs),
+        default=lambda *xs: jax_internals.eval_jaxpr(closed, *xs),
+    )
+    return jax.tree.unflatten(tree, leaves)
 
 
 def check_operands(wanted: Sequence[Any], operands: Sequence[Any], what: str) -> None:

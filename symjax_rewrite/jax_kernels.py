@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax._src import core as _core
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
 from symjax_rewrite.errors import KernelError
@@ -188,3 +189,37 @@ def cudnn_attention(
         mask_type=mask,
         return_residual=True,
     )
+
+
+_late_p = _core.Primitive("sym_late_kernel")
+_late_p.multiple_results = True
+
+
+def late_kernel(run: Callable[..., Sequence[Any]], avals: Sequence[Any], *operands: Any) -> Any:
+    """Stage out one equation for `run(*operands)`, which is traced when the equation is lowered.
+
+    Args:
+        run: returns a list of arrays.
+        avals: of these arrays.
+        operands: arrays.
+    """
+    return _late_p.bind(*operands, run=run, avals=tuple(avals))
+
+
+def _run_late(*operands: Any, run: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    del avals
+    return run(*operands)
+
+
+def _batch_late(
+    axis: Any, operands: Any, dims: Any, *, run: Callable[..., Any], avals: Sequence[Any]
+) -> Any:
+    each = jax.vmap(run, tuple(dims), axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    wide = tuple(_core.ShapedArray((axis.size, *a.shape), a.dtype) for a in avals)
+    return _late_p.bind(*operands, run=each, avals=wide), [0] * len(avals)
+
+
+_late_p.def_abstract_eval(lambda *_, avals, **__: avals)
+_late_p.def_impl(_run_late)
+_mlir.register_lowering(_late_p, _mlir.lower_fun(_run_late, multiple_results=True))
+_batching.fancy_primitive_batchers[_late_p] = _batch_late

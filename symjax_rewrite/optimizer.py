@@ -31,7 +31,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.associative_scan_loops import AffineTrees
 from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.options import Options, log
-from symjax_rewrite.pallas_kernels.backend import planning_for
+from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.selection import Selection
@@ -56,7 +56,8 @@ class Result:
     ran on the whole program. choices: signatures of the candidates that were measured to be worth
     it; None if the model has chosen. spent: the limit of the budget by which the program, or a body
     in it, was kept as written. emitted: the jaxpr of `program`, once it has been made. changes: the
-    candidates that were taken. passes: seconds by pass.
+    candidates that were taken. passes: seconds by pass. defers: True if kernels of GPUs are traced
+    only where the program is lowered for one.
     """
 
     closed: ClosedJaxpr
@@ -75,6 +76,7 @@ class Result:
     time_s: float = 0.0
     emitted: ClosedJaxpr | None = None
     choices: frozenset[str] | None = None
+    defers: bool = False
 
     @property
     def taken(self) -> bool:
@@ -91,7 +93,12 @@ class Result:
         program = self.program
         if program is None:
             return lambda *args: jax_internals.eval_jaxpr(self.closed, *args)
-        return lambda *args: emission.run(program, args)
+
+        def run(*args: Any) -> list[Any]:
+            with deferring_kernels(self.defers):
+                return emission.run(program, args)
+
+        return run
 
     def staged(self) -> ClosedJaxpr:
         """Return the jaxpr of the optimised program; it is made once."""
@@ -249,7 +256,8 @@ def _kept(closed: ClosedJaxpr, why: str) -> Result:
 
 class _Run:
     def __init__(self, closed: ClosedJaxpr, context: Context) -> None:
-        self.context, self.result = context, Result(closed)
+        defers = context.options.kernels == "auto" and not context.device.runs_on_gpu
+        self.context, self.result = context, Result(closed, defers=defers)
         self.program = self.first = flat(closed)
         self.stops: set[str] = set()
         self.seen: dict[str, Program] = {}  # by pass, the program after it

@@ -61,7 +61,7 @@ def read_block(
     starts = [jnp.asarray(place.get(a, 0), jnp.int32) for a in axes]
     sizes = [extent.get(a, spec.size[a]) for a in axes]
     if tuple(sizes) != array.shape:
-        array = lax.dynamic_slice(array, starts, sizes)
+        array = lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
     target = block_axes(spec, number, inner)
     dropped = tuple(k for k, a in enumerate(axes) if a not in target)
     kept = [a for a in axes if a in target]

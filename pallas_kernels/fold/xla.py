@@ -296,8 +296,10 @@ def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tupl
             new = arrange(spec, k, new, inner)
             if spec.row not in axes[k]:  # summed over every block of rows
                 new = sweep.unsummed(new, axes[k], place, begin)
-                new = new + lax.dynamic_slice(old, starts, new.shape)
-            out.append(lax.dynamic_update_slice(old, new, starts))
+                shape = new.shape
+                new = new + lax.dynamic_slice(old, starts, shape, allow_negative_indices=False)
+            made = lax.dynamic_update_slice(old, new, starts, allow_negative_indices=False)
+            out.append(made)
         return out
 
     empty = [jnp.zeros(s.shape, s.dtype) for s in shapes]

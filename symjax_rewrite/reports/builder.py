@@ -35,9 +35,8 @@ def make_report(
     """
     makers, (before, after) = _programs(result, sides)
     device = optimiser.device
-    fresh = temporary_bytes(before, device, result.sample)
     if any(use.taken and use.name == "fold" for use in result.routes):  # as folds are compared
-        device = with_temporaries(device, fresh)
+        device = with_temporaries(device, temporary_bytes(before, device, result.sample))
     first = _side(makers[0], before, result, device)
     second = first if after is before else _side(makers[1], after, result, device)
     if first.seconds is not None and second is not first:

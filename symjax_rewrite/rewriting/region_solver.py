@@ -23,7 +23,7 @@ from symjax_rewrite.rewriting.extraction import (
     extract,
     original_choice,
 )
-from symjax_rewrite.rewriting.lemma_matching import Pattern, compile_lemma
+from symjax_rewrite.rewriting.lemma_matching import compile_lemma
 from symjax_rewrite.rewriting.region_keys import Region, region_graph
 from symjax_rewrite.rewriting.rule import RuleContext
 from symjax_rewrite.rewriting.saturation import saturate
@@ -93,17 +93,10 @@ class Frozen:
 
 @dataclass(slots=True)
 class Solver:
-    """Solves regions of a program; regions with equal keys are solved once.
-
-    patterns: the compiled lemmas.
-    """
+    """Solves regions of a program; regions with equal keys are solved once."""
 
     context: Context
     terms: Terms
-    patterns: tuple[Pattern, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.patterns = tuple(map(compile_lemma, self.context.rules.lemmas))
 
     def solve(self, region: Region) -> Solution:
         """Return the best form of a region."""
@@ -116,6 +109,7 @@ class Solver:
         """Return the best form of a region; symbolic sizes are tried at every sample."""
         t, need, known = self.terms.t, self.terms.need, self.terms.known
         options, axioms = self.context.options, self.context.rules.axioms
+        patterns = tuple(map(compile_lemma, self.context.rules.lemmas))
         g, to = region_graph(t, region)
         back = {g.find(ref).cls: c for c, ref in to.items()}
         leaves = {g.find(to[c]).cls: c for c in region.leaves}
@@ -139,9 +133,7 @@ class Solver:
             )
             for model in models
         ]
-        stop = ", ".join(
-            sorted({saturate(x, axioms, self.patterns, options.budget) for x in contexts})
-        )
+        stop = ", ".join(sorted({saturate(x, axioms, patterns, options.budget) for x in contexts}))
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
         for model in models:

@@ -1,0 +1,45 @@
+"""Kernels of a program that is planned for a CPU: traced only where it is lowered for a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import jax_internals, jax_kernels, sym_optimize
+
+pytestmark = pytest.mark.usefixtures("one_device")
+LATE, KERNEL = "sym_late_kernel", "pallas_call"
+
+
+def nearest(x, y):
+    return jnp.min(jnp.sum((x[:, None] - y[None]) ** 2, -1), 1)
+
+
+def specs(rows=6000):
+    return [jax.ShapeDtypeStruct((rows, 3), jnp.float32)] * 2
+
+
+def test_late_kernel_is_traced_by_the_lowering():
+    traced = sym_optimize(nearest, device="cpu").trace(*specs())
+    assert jax_internals.has_primitive(traced.jaxpr, LATE)
+    assert not jax_internals.has_primitive(traced.jaxpr, KERNEL)
+    lowered = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")}
+    assert ["custom_call" in lowered[p] for p in lowered] == [False, True]
+
+
+def test_inspected_kernel_is_in_the_jaxpr():
+    traced = sym_optimize(nearest, device="cpu", kernels="always").trace(*specs())
+    assert jax_internals.has_primitive(traced.jaxpr, KERNEL)
+    assert not jax_internals.has_primitive(traced.jaxpr, LATE)
+
+
+def test_late_kernel_runs_and_is_batched():
+    def late(x, w):
+        aval = jax.typeof(x)
+        return jax_kernels.late_kernel(lambda *xs: [xs[0] * xs[1]], [aval], x, w)[0]
+
+    x, w = np.arange(6.0, dtype="float32").reshape(2, 3), np.arange(3.0, dtype="float32")
+    np.testing.assert_array_equal(late(x[0], w), x[0] * w)
+    for fun in (jax.vmap(late, (0, None)), jax.jit(jax.vmap(late, (0, None)))):
+        np.testing.assert_array_equal(fun(x, w), x * w)
+    np.testing.assert_array_equal(jax.vmap(late, (1, 0), 0)(x, w), (x * w).T)
