@@ -1,6 +1,7 @@
 """Sums over the pairs of one set of points: each pair is computed once where the tile permits."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def _arguments(dtype: str = "float32") -> list[jax.Array]:
     return [jnp.asarray(a.astype(dtype)) for a in drawn]
 
 
-def _is_mirrored(f: Callable, *args: jax.Array) -> bool:
+def _is_mirrored(f: Any, *args: jax.Array) -> bool:
     return any("computed once" in r.reason for r in f.explain(*args).routes if r.taken)
 
 
