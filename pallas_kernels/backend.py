@@ -136,6 +136,11 @@ def gpu_at_hand() -> Gpu:
     return Gpu(*map(min, zip(*limits, strict=True)))
 
 
+def is_hopper(capability: float) -> bool:
+    """Return True for the compute capabilities of Hopper."""
+    return 9.0 <= capability < 10.0
+
+
 def profile_at_hand() -> Device | None:
     """Return the profile that a program is planned for, else that of the device at hand, if any."""
     if (planned := _planned.get()) is not None:

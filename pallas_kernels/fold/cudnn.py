@@ -20,11 +20,10 @@ from symjax_rewrite.pallas_kernels.backend import (
     Support,
     first_reason,
     gpu_at_hand,
+    is_hopper,
 )
 from symjax_rewrite.pallas_kernels.fold.plain_attention import PlainAttention, plain_attention
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
-
-HOPPER = 9  # compute capability at which cuDNN's heads may be 256 wide
 
 
 class CudnnAxes(NamedTuple):
@@ -46,7 +45,7 @@ def supports(spec: FoldSpec) -> Support:
     if a is None:
         return Reason(NAMED if spec.named else "not plain attention in f16 or bf16")
     width, capability = spec.width(a.key), gpu_at_hand().capability
-    widest = 256 if int(capability) == HOPPER else 128
+    widest = 256 if is_hopper(capability) else 128
     heads, of_keys, of_values = (
         {*spec.operands[k].axes} & {*spec.batch} for k in (a.query, a.key, a.value)
     )

@@ -26,6 +26,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     cost_estimate,
     first_reason,
     gpu_at_hand,
+    is_hopper,
     too_large,
 )
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
@@ -63,7 +64,6 @@ RESULTS = tuple(map(jnp.dtype, (*HALVES, "float32")))
 WIDE = 256  # features contracted, and features summed; more need too many registers
 MOST_AXES = 5  # of an array that TMA copies
 LINE_BYTES = 128  # of a tile in shared memory, which divide the rows of an operand over pairs
-HOPPER = (9.0, 10.0)
 LEAST_COLS = 64  # columns of a step: a swizzled tile of f16
 BLOCKS = (  # in order of preference; the first that fits the device is taken
     MosaicBlocks(2, 128, 2),
@@ -92,7 +92,7 @@ def _supports_sizes(spec: FoldSpec) -> Support:
             bool(jax.config.read("jax_enable_x64")),
             "JAX_ENABLE_X64, where Mosaic's pipelines do not trace",
         ),
-        (not HOPPER[0] <= capability < HOPPER[1], f"compute capability {capability}, not 9"),
+        (not is_hopper(capability), f"compute capability {capability}, not 9"),
         (jax_kernels.ptxas_breaks_masks(), "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks"),
         *limits(spec),
         (not all(isinstance(o, (ExpSums, Sums)) for o in spec.outputs), "outputs but sums"),

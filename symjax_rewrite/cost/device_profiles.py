@@ -295,6 +295,7 @@ CPU = Device(
         step_s=0.1e-6,
         steps_are_launches=False,
         cut_sums_are_slow=True,
+        hoists_invariants=True,
         packs_small_floats=True,
     ),
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),

@@ -239,6 +239,7 @@ class LoopFacts:
     steps_are_launches: bool = fact("each operation of a step is a launch", True)
     cut_sums_are_slow: bool = fact("cut sums read an array of all steps element by element", False)
     packs_small_floats: bool = fact("bfloat16 and float8 are updated in place as bits alone", False)
+    hoists_invariants: bool = fact("XLA moves loop-invariant operations out of loops", False)
     product_s: float = quantity("s", "a product of matrices in a step, to begin", LAWS, 3e-6)
     step_s: float = quantity("s", "a step, beside its products", LAWS, 0.0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)

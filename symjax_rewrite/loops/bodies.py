@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, Replacement
-from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Replacement
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.loops.hoisting import is_heavy
+from symjax_rewrite.loops.loop_reading import LOOPS
+from symjax_rewrite.loops.motion import Motion, moved_seconds
+from symjax_rewrite.loops.normalization import normal_loop
+from symjax_rewrite.obstacles import Obstacle
 
 
 class Bodies:
@@ -15,7 +22,7 @@ class Bodies:
 
     name = "bodies"
 
-    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the equations that have a body with a cheaper form."""
         context.loops.update((id(e.eqn), e.eqn) for e in program.equations)
         for e in program.equations:
@@ -25,7 +32,10 @@ class Bodies:
                 if not body.taken:
                     continue
                 replaced = spot.replace(eqn, body.staged())
-                if replaced is not None:
+                if replaced is not None and _slows_steps(e, replaced, context.device):
+                    reason = "its products run in every step, those as written before the loop"
+                    yield Refusal(self.name, Obstacle.COST(reason), e.where())
+                elif replaced is not None:
                     eqn = replaced
                     bodies.append((body, spot.times))
             if bodies:
@@ -35,3 +45,19 @@ class Bodies:
 
                 same = Replacement(e.outvals, e.invals, run, source=eqn)
                 yield Candidate("body", (same,), bodies=tuple(bodies))
+
+
+def _slows_steps(e: Equation, replaced: jax_internals.JaxprEqn, device: Device) -> bool:
+    """Return True for a loop that is slower with another body, as XLA moves invariant products."""
+    before = normal_loop(e) if e.name in LOOPS and device.loops.hoists_invariants else None
+    if before is None:
+        return False
+    level = before.levels()
+    still = [e for e in before.body.equations if all(level[v] == 0 for v in e.outvals)]
+    if not any(is_heavy(e.eqn) for e in still):
+        return False
+    after = normal_loop(Equation(replaced, e.invals, e.outvals))
+    if after is None:
+        return False
+    before_s, after_s = (moved_seconds(loop, Motion(), device) for loop in (before, after))
+    return not margins.pays(before_s, after_s, "even", device)

@@ -162,8 +162,17 @@ def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
         total += seconds_at_once(e, steps, level, device)
     for s in motion.sums:
         total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
-    rest = motion.rest(loop)
-    return total + steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in rest)
+    for e in motion.rest(loop):
+        if device.loops.hoists_invariants and _is_hoisted(e, level):
+            total += equation_seconds(e.eqn, device)
+        else:
+            total += steps * equation_seconds(e.eqn, device, in_step=True)
+    return total
+
+
+def _is_hoisted(e: Equation, level: dict[int, int]) -> bool:
+    """Return True for a loop-invariant equation that XLA moves before the loop itself."""
+    return not jax_internals.bodies(e.eqn) and all(level[v] == 0 for v in e.outvals)
 
 
 def seconds_at_once(e: Equation, steps: int, level: dict[int, int], device: Device) -> float:

@@ -12,6 +12,7 @@ from symjax_rewrite import errors, guard, sym_optimize
 from symjax_rewrite.auditing.intermediates import largest_intermediate
 from symjax_rewrite.reports.units import duration, parse_bytes, size
 from symjax_rewrite.testing import assert_no_cliff
+from tests.profiles import use_on_cpu
 
 
 def spec(*shape: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -57,7 +58,9 @@ def test_what_is_emitted_counts() -> None:
         guard(sym_optimize(lora, rules=()), *LORA, device="cpu")
 
 
-def test_form_of_a_loop_says_what_is_done() -> None:
+def test_form_of_a_loop_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_on_cpu(monkeypatch, loops={"hoists_invariants": False})
+
     def recurrent(w: Any, u: Any, xs: Any) -> Any:
         return jax.lax.scan(lambda h, x: (jnp.tanh(h @ (w @ u) + x), None), xs[0], xs)[0]
 

@@ -153,7 +153,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ("NARROWEST", "NARROW_COLUMNS", "WIDE", "MOST_SPLITS", "COMBINED_COLUMNS"), SHAPE
     ),
     "pallas_kernels.fold.mosaic": dict.fromkeys(
-        ("OLDEST_JAX", "WIDE", "MOST_AXES", "LINE_BYTES", "HOPPER", "LEAST_COLS"), SHAPE
+        ("OLDEST_JAX", "WIDE", "MOST_AXES", "LINE_BYTES", "LEAST_COLS"), SHAPE
     ),
     "pallas_kernels.fold.mosaic_kernel": dict.fromkeys(("ROWS", "STEP", "TILED"), SHAPE),
     "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
