@@ -2,8 +2,8 @@
 
     Σ_j R(i)·A(i,j)·C(j)   with   A(j,i) = ±A(i,j)
 
-The half of A with i ≤ j gives all sums: its sums over j, and its sums over i with the sign. A(i,i)
-is counted half in both. Newton's third law is the case of forces (Verlet 1967).
+The half of A with i < j gives all sums: its sums over j, and its sums over i with the sign. A(i,i)
+is added by point. Newton's third law is the case of forces (Verlet 1967).
 """
 
 from __future__ import annotations
@@ -44,24 +44,20 @@ DTYPES = (*FLOATS, "int32", "bool")  # of a tile's steps: all that `tile_symmetr
 
 
 class HalfSum(NamedTuple):
-    """A sum in the form above: the steps of A, of C and of R, the fold's weights, and the sign.
-
-    guarded: True where R or C stand in a branch of a selection, and are not read for all pairs.
-    """
+    """A sum in the form above: the steps of A, of C and of R, the fold's weights, and the sign."""
 
     pairs: int
     columns: tuple[int, ...]
     rows: tuple[int, ...]
     weights: int | None
     sign: int
-    guarded: bool
 
 
 @dataclass(slots=True)
 class MirroredRoute(FoldRoute):
-    """A fold whose sums come from the pairs i ≤ j.
+    """A fold whose sums come from the pairs i < j.
 
-    halves: by output and term. program: the steps of `halves`. half: the fold of the pairs i ≤ j,
+    halves: by output and term. program: the steps of `halves`. half: the fold of the pairs i < j,
     which reads the weights of each sum by column and by row after the fold's own operands.
     """
 
@@ -71,10 +67,12 @@ class MirroredRoute(FoldRoute):
     primitives: Any = None
 
     def folded(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
-        guarded = [h for output in self.halves for h in output if h.guarded]
-        if not guarded:
+        halves = [h for output in self.halves for h in output]
+        scales = [x for h in halves for x in self._at_points((*h.rows, *h.columns), arrays)]
+        scales += [arrays[h.weights] for h in halves if h.weights is not None]
+        if not scales:
             return self._mirrored(arrays)
-        scales = [x for h in guarded for x in self._at_points((*h.rows, *h.columns), arrays)]
+        # The pairs that are left out have A = 0 here, which an infinite C would make NaN.
         finite = jnp.all(jnp.stack([jnp.isfinite(x).all() for x in scales]))
         return lax.cond(
             finite, lambda *xs: self._mirrored(xs), lambda *xs: fold(self.spec, *xs), *arrays
@@ -83,17 +81,18 @@ class MirroredRoute(FoldRoute):
     def _mirrored(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         assert self.half is not None
         flat = [h for output in self.halves for h in output]
-        charges = [q for h in flat for q in [self._charge(h, arrays)] * 2]
-        sums = iter(fold(self.half, *arrays, *charges, backend=self.backend))
-        states = []
+        charges = [self._charge(h, arrays) for h in flat]
+        twice = [q for q in charges for _ in range(2)]
+        sums = iter(fold(self.half, *arrays, *twice, backend=self.backend))
+        charge, states = iter(charges), []
         for output in self.halves:
             terms = []
             for h in output:
                 (along,), (across,) = next(sums), next(sums)
-                total = along + h.sign * across
-                scale = self._product(h.rows, arrays)
-                wide = (*scale.shape, *(1,) * (total.ndim - scale.ndim))
-                terms.append(total * scale.reshape(wide))
+                (alone,) = self._at_points((h.pairs,), arrays)
+                here = _widened(alone[..., 0], along.ndim) * next(charge)
+                total = along + h.sign * across + here
+                terms.append(total * _widened(self._product(h.rows, arrays), along.ndim))
             states.append(tuple(terms))
         return results_of(self.spec, states, arrays)
 
@@ -103,7 +102,7 @@ class MirroredRoute(FoldRoute):
         if h.weights is None:
             return scale
         data = _by_point(self.spec, h.weights, arrays[h.weights])
-        return data * scale.reshape(*scale.shape, *(1,) * (data.ndim - scale.ndim))
+        return data * _widened(scale, data.ndim)
 
     def _product(self, steps: tuple[int, ...], arrays: Sequence[Array]) -> Array:
         """Return a product of steps that one side determines: [batch.., points]."""
@@ -118,6 +117,11 @@ class MirroredRoute(FoldRoute):
         values = tuple(_by_point(self.spec, k, arrays[k])[..., None] for k in self.spec.tile.reads)
         i = jnp.arange(self.spec.rows, dtype=jnp.int32)[:, None]
         return tile_function(self.program, steps, self.primitives)((), values, i, i)
+
+
+def _widened(array: Array, ndim: int) -> Array:
+    """Return an array with further axes of size 1 behind its own."""
+    return array.reshape(*array.shape, *(1,) * (ndim - array.ndim))
 
 
 def _by_point(spec: FoldSpec, number: int, array: Array) -> Array:
@@ -160,7 +164,7 @@ def mirrored(route: FoldRoute, primitives: Any, device: Device | None) -> FoldRo
 def _half_spec(
     spec: FoldSpec, halves: list[HalfSum], program: Sequence[Step], primitives: Any
 ) -> FoldSpec:
-    """Return the fold of the pairs i ≤ j: of each sum, over columns and over rows."""
+    """Return the fold of the pairs i < j: of each sum, over columns and over rows."""
     roots = tuple(dict.fromkeys(h.pairs for h in halves))
     whole = tile_function(program, roots, primitives)
     operands, outputs = [*spec.operands], []
@@ -173,10 +177,7 @@ def _half_spec(
             operands.append(Operand(axes, program[h.pairs].dtype))
 
     def upper(dots: tuple, values: tuple, i: Array, j: Array) -> tuple:
-        def kept(x: Array) -> Array:
-            return jnp.where(j > i, x, jnp.where(j == i, x / 2, jnp.zeros((), x.dtype)))
-
-        return tuple(kept(x) for x in whole(dots, values, i, j))
+        return tuple(jnp.where(j > i, x, jnp.zeros((), x.dtype)) for x in whole(dots, values, i, j))
 
     return replace(
         spec,
@@ -189,15 +190,11 @@ def _half_spec(
 
 
 class _Factored(NamedTuple):
-    """A step as a product: the step of its pairs, None for 1, and steps of one side each.
-
-    guarded: as in `HalfSum`.
-    """
+    """A step as a product: the step of its pairs, None for 1, and steps of one side each."""
 
     pairs: int | None
     columns: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
-    guarded: bool = False
 
 
 class _Splitter:
@@ -229,7 +226,7 @@ class _Splitter:
         if found.pairs is None or self.program.steps[found.pairs].dtype not in FLOATS:
             raise Unswappable
         sign = swap_sign(self.program.steps, found.pairs, self._place)
-        return HalfSum(found.pairs, found.columns, found.rows, term.weights, sign, found.guarded)
+        return HalfSum(found.pairs, found.columns, found.rows, term.weights, sign)
 
     def _sides(self) -> list[frozenset[str]]:
         """Return for each step of the tile the sides that it depends on."""
@@ -282,7 +279,7 @@ class _Splitter:
         args = [*step.args]
         args[k] = self.program.add(*one) if inner.pairs is None else inner.pairs
         pairs = self.program.add(*step._replace(args=tuple(args)))
-        return inner._replace(pairs=pairs, guarded=len(args) > 2 or inner.guarded)
+        return inner._replace(pairs=pairs)
 
     def _product(self, factors: Sequence[int]) -> _Factored:
         splits = [self._split(n) for n in factors]
@@ -292,7 +289,7 @@ class _Splitter:
             pairs = [self.program.add("apply", (CONTRACT, None), tuple(pairs), dtype)]
         columns = tuple(n for s in splits for n in s.columns)
         rows = tuple(n for s in splits for n in s.rows)
-        return _Factored(pairs[0] if pairs else None, columns, rows, any(s.guarded for s in splits))
+        return _Factored(pairs[0] if pairs else None, columns, rows)
 
     def _linear(self, name: str, args: tuple[int, ...]) -> int | None:
         """Return the argument that an operation is linear in, if it vanishes with its value."""

@@ -88,6 +88,11 @@ def _is_mirrored(f: Any, *args: jax.Array) -> bool:
     return any("computed once" in r.reason for r in f.explain(*args).routes if r.taken)
 
 
+def _inverse_distances(x: Any, y: Any, m: Any) -> Any:
+    """A pair with itself gives 1 / 0."""
+    return jnp.sum(m / (x[:, None, 0] - x[None, :, 0]), axis=1)
+
+
 SYMMETRIC = [_forces, _screened, _potential, _forces_within_a_distance, _phases, _features]
 SYMMETRIC += [_by_distance_of_places]
 LOOKALIKES = [_two_sets, _lopsided, _softened_by_point, _earlier, _with_offset]
@@ -113,6 +118,16 @@ def test_weights_that_are_not_read_for_all_pairs_may_be_infinite() -> None:
     f = sym_optimize(_potential, kernels="always")
     np.testing.assert_allclose(f(x, y, m), jax.jit(_potential)(x, y, m), rtol=1e-5)
     assert np.isfinite(f(x, y, m)[7])
+
+
+@pytest.mark.parametrize("program", [_inverse_distances, _forces])
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_values_that_are_not_finite_stay_where_they_are(program: Callable, bad: float) -> None:
+    x, y, m = _arguments()
+    for args in ((x, y, m.at[7].set(bad)), (x.at[3, 1].set(bad), y, m)):
+        f = sym_optimize(program, kernels="always")
+        assert _is_mirrored(f, *args)
+        np.testing.assert_allclose(f(*args), jax.jit(program)(*args), rtol=1e-4, atol=1e-3)
 
 
 def test_half_of_the_pairs_of_few_points_is_refused_by_price(one_device) -> None:
