@@ -201,6 +201,8 @@ class _FoldSelection:
             folds = draft.finish(self.kernels, need, read)
         except UsageError as error:
             return f"not a fold: {error.what}"
+        if not folds:
+            return "of each row only a chosen column is read"
         for route in folds:
             backend = BACKENDS.get(route.backend)
             support = backend.supports(route.spec) if backend else True

@@ -296,3 +296,17 @@ def test_blocks_that_overlap_count_each_row_once():
     for blocks in (Blocks(*cut) for cut in cuts):
         ((found,),) = fold_xla(spec, x, y, blocks=blocks)
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
+
+
+def test_rows_of_two_tables_that_are_multiplied_are_no_fold(one_device):
+    """Ratings of users for items: of each row of pairs only a chosen column is read."""
+
+    def ratings(x, w, items, user, item):
+        return jnp.sum(jnp.sin(x @ w)[user] * items[item], -1)
+
+    draws = np.random.default_rng(0)
+    user, item = (draws.integers(0, n, 256, np.int32) for n in (4096, 729))
+    args = draw(4096, 25), draw(25, 25) / 5, draw(729, 25), user, item
+    optimised = sym_optimize(ratings, on_unsupported="error")
+    assert not any(r.taken and r.name == "fold" for r in optimised.explain(*args).routes)
+    assert_equivalent(optimised, jax.jit(ratings), *args, rtol=3e-5)
