@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import optimizer, sym_optimize
+from tests.profiles import use_on_cpu
 
 
 @pytest.fixture
@@ -50,7 +51,10 @@ def test_branches_of_one_function_are_optimised_once(programs):
 
 
 @pytest.mark.parametrize(("size", "products"), [(3, 1), (512, 2)])
-def test_a_body_is_optimised_before_a_motion_if_its_products_are_large(programs, size, products):
+def test_a_body_is_optimised_before_a_motion_if_its_products_are_large(
+    programs, size, products, monkeypatch
+):
+    use_on_cpu(monkeypatch, loops={"hoists_invariants": False})
     shapes = (size, size), (size, size), (size,)
     many = functools.partial(recurrence, length=100)
     report = sym_optimize(many, device="cpu").explain(*specs(*shapes))
