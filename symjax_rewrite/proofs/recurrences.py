@@ -24,6 +24,7 @@ from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_forms import bound_names, recurrence
 from symjax_rewrite.proofs.affine_trees import Tree
 from symjax_rewrite.proofs.arithmetic import Calculus, operation
+from symjax_rewrite.proofs.array_reads import entry, places_of
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -36,7 +37,7 @@ from symjax_rewrite.proofs.forms import (
     Mono,
     Number,
     Poly,
-    linear,
+    index_sum,
     plain,
 )
 from symjax_rewrite.proofs.lifting import Lifting, facts_of
@@ -215,8 +216,7 @@ def _forward(a: Calculus, opened: OpenLoop, stored: Index) -> Index:
     """Return the number of a step in time, of its number in stored order; or the reverse."""
     if not opened.loop.reverse:
         return stored
-    offset, terms = a.table.size_index(opened.length)
-    return linear(offset - 1 - stored[0], [*terms, *((n, -s) for n, s in stored[1])])
+    return index_sum((1, a.table.size_index(opened.length - 1)), (-1, stored))
 
 
 # ---------------------------------------------------------------- laws of recurrences
@@ -423,30 +423,12 @@ def tree_value(
     at = [at[axes.index(k)] for k in range(len(axes))]
     step = a.table.fresh(prefix.length)
     along = t.positions[v][tree.layout.index(prefix.axis)]
-    read = [_entry_of_tree(lifting, v, tree, s, at, step) for s in (prefix.factors, prefix.added)]
-    if len(along) != 1 or None in read:
+    read = dict(zip(tree.layout, places_of(t, v, at), strict=True)) | {prefix.axis: plain(step)}
+    entries = [read[k] for k in range(len(read))]
+    factor, shift = (entry(lifting, source, entries) for source in (prefix.factors, prefix.added))
+    if len(along) != 1 or factor is None or shift is None:
         return None
-    sources = zip((prefix.factors, prefix.added), read, strict=True)
-    factor, shift = (lifting.of(t.view(source), entry or []) for source, entry in sources)
     after = a.add(a.index(at[along[0]]), ONE)
     if tree.kind == "A":
         return recurrence(a, factor, ZERO, ONE, step, after)
     return recurrence(a, factor, shift, ZERO, step, after)
-
-
-def _entry_of_tree(
-    lifting: Lifting, v: int, tree: Tree, source: int, at: list[Index], step: int
-) -> list[Index] | None:
-    """Return the indices at which a step of a tree reads an array of its steps."""
-    t, read = lifting.t, dict[int, Index]()
-    for axis, theirs in enumerate(tree.layout):
-        mine, other = t.positions[v][axis], t.positions[source][theirs]
-        if theirs == tree.prefix.axis:
-            if len(other) != 1:
-                return None
-            read[other[0]] = plain(step)
-        elif [t.ids[v][q] for q in mine] != [t.ids[source][q] for q in other]:
-            return None
-        else:
-            read.update((q, at[p]) for q, p in zip(other, mine, strict=True))
-    return [read[k] for k in range(len(read))]

@@ -25,7 +25,7 @@ from symjax_rewrite.proofs.forms import (
     Number,
     Poly,
     atom_reads,
-    linear,
+    index_sum,
     mono_reads,
     names_of,
     number_of,
@@ -76,16 +76,15 @@ def parts_of(a: Calculus, p: Poly, name: int) -> list[tuple[int, Poly]] | None:
             continue
         index = as_index(a, a.operand(test)) or (0, ())
         stride = dict(index[1]).get(name, 0)
-        rest = linear(index[0], [(n, s) for n, s in index[1] if n != name])
+        rest = index_sum((1, index), (-stride, plain(name)))
         ends = a.table.index_range(rest)
         if abs(stride) != 1 or not rest[1] or ends is None or ends[0] != ends[1]:
             continue
         at = ends[0] if stride < 0 else 1 - ends[0]
         if a.facts.nonnegative(at) and a.facts.nonnegative(size - at):
             low, high = a.table.fresh(at), a.table.fresh(size - at)
-            offset, terms = a.table.size_index(at)
             first, second = (a.assume(p, test, int(v)) for v in (stride < 0, stride > 0))
-            moved = linear(offset, [*terms, (high, 1)])
+            moved = index_sum((1, a.table.size_index(at)), (1, plain(high)))
             return [
                 (low, a.substitute(first, {name: plain(low)})),
                 (high, a.substitute(second, {name: moved})),
@@ -102,8 +101,8 @@ def _is_backwards(a: Calculus, mono: Mono, name: int) -> bool:
 
 def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
     if _is_backwards(a, mono, name):
-        offset, last = a.table.size_index(a.table.sizes[name] - 1)
-        there = {name: linear(offset, [*last, (name, -1)])}
+        last = a.table.size_index(a.table.sizes[name] - 1)
+        there = {name: index_sum((1, last), (-1, plain(name)))}
         return total(a, a.substitute(((mono, c),), there), (name,))
     outside = {atom: e for atom, e in mono if not atom_reads(atom, name)}
     inside = {atom: e for atom, e in mono if atom_reads(atom, name)}
@@ -179,7 +178,7 @@ def merged(a: Calculus, p: Poly, bound: Sequence[int]) -> tuple[Poly, list[int]]
                 continue
             n = a.table.fresh(count * size)
             joined = a.substitute(p, {t: (0, ()), j: plain(n)})
-            back = a.substitute(joined, {n: linear(0, [(t, size), (j, 1)])})
+            back = a.substitute(joined, {n: index_sum((size, plain(t)), (1, plain(j)))})
             if back == p:
                 names = [x for x in names if x not in (t, j)] + [n]
                 p = joined
@@ -279,13 +278,13 @@ def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
     if len(index[1]) != 1 or not isinstance(size, int) or not 0 < start < size:
         return None
     k = a.table.fresh(size - start)
-    moved = a.substitute(p, {name: linear(start, [(k, 1)])})
+    moved = a.substitute(p, {name: (start, ((k, 1),))})
     return "range_from", total(a, moved, (k,))
 
 
 def _after(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
     """Return Σ_k [k > e]·p(k) = Σ_k p(k) − p(e) − Σ_k [k < e]·p(k), for e in the range of k."""
-    rest = linear(-index[0], [(n, -s) for n, s in index[1] if n != name])
+    rest = index_sum((-1, index), (1, plain(name)))
     if not rest[1] or rest[0] or not is_within(a, a.index(rest), a.table.sizes[name]):
         return None
     earlier = positive(a, a.sub(a.index(rest), a.index(plain(name))))
@@ -310,7 +309,7 @@ def with_split_ranges(a: Calculus, p: Poly) -> Poly:
         ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
         if a.substitute(begin, {others[0]: plain(names[0])}) == body:
             k = a.table.fresh(n - m)
-            rest = total(a, a.substitute(body, {names[0]: linear(m, [(k, 1)])}), (k,))
+            rest = total(a, a.substitute(body, {names[0]: (m, ((k, 1),))}), (k,))
             split = a.add(a.of(part), rest)
             a.record("range_split", Operation("sum", ((names, body),)), split)
             return a.mapped(p, functools.partial(_exchanged, whole, split))
