@@ -14,6 +14,7 @@ from typing import Any
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE
 from symjax_rewrite.ir.sizes import Dim, divide, from_jax, value
+from symjax_rewrite.jax_internals import JaxprEqn
 
 Axes = tuple[int, ...]
 Atoms = tuple[int, ...]
@@ -171,6 +172,16 @@ class AxisMap:
         for x, y in zip(xs, ys, strict=True):
             if self.solver.size[x] == self.solver.size[y]:
                 self.solver.unify(x, y)
+
+
+def related_axes(eqn: JaxprEqn) -> tuple[list[Axes], Axes]:
+    """Return the axes of an equation's operands and of its result; equal numbers, equal axes."""
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    operands = tuple(range(len(eqn.invars)))
+    equation = Equation(eqn, operands, tuple(range(len(operands), len(avals))))
+    m = AxisMap(Program(None, avals, [*operands], equations=[equation]))  # pyright: ignore
+    *given, result = [tuple(map(m.solver.find, axes)) for axes in m.axes]
+    return given, result
 
 
 def _dot_general(m: AxisMap, p: dict, ins: list[Axes]) -> Axes | None:

@@ -6,7 +6,7 @@ rewrites preserve values, and derivatives are taken of the original program (see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +126,12 @@ def inline(
                 program.saved.update(outvals)
         program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
     return read(jaxpr.outvars)
+
+
+def append(program: Program, fun: Callable[..., Any], given: Sequence[Value]) -> list[Value]:
+    """Append the equations of a function of some values to a program; return its results."""
+    avals = [program.avals[v] if isinstance(v, int) else v.aval for v in given]
+    return inline(program, jax_internals.make_avals_jaxpr(fun, avals), given)
 
 
 def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -20,7 +20,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, append
 from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.jax_internals import JaxprEqn
 
@@ -239,28 +239,11 @@ class Loop:
         self, fun: Callable[..., Any], invals: Sequence[Value]
     ) -> tuple[list[Value], list[Equation]]:
         """Stage `fun` of body values as values and equations that are not yet in the body."""
-        body, given = self.body, numbers(invals)
-
-        def run(*args: Any) -> list[Any]:
-            rest = iter(args)
-            out = fun(*[next(rest) if isinstance(v, int) else v.val for v in invals])
-            return list(out) if isinstance(out, list | tuple) else [out]
-
-        made = flatten(jax_internals.make_avals_jaxpr(run, [body.avals[v] for v in given]))
-        number = dict(zip(made.inputs, given, strict=True))
-        for v, aval in enumerate(made.avals):
-            if v not in number:
-                number[v] = body.new_value(aval)
-        body.consts.update((number[v], c) for v, c in made.consts.items())
-
-        def renamed(values: Sequence[Value]) -> list[Value]:
-            return [number[v] if isinstance(v, int) else v for v in values]
-
-        new = [
-            Equation(e.eqn, tuple(renamed(e.invals)), tuple(number[v] for v in e.outvals))
-            for e in made.equations
-        ]
-        return renamed(made.outputs), new
+        body, before = self.body, self.body.equations
+        body.equations = []
+        values = append(body, fun, invals)
+        new, body.equations = body.equations, before
+        return values, new
 
 
 def run_equations(equations: Sequence[Equation], env: dict[int, Any]) -> None:

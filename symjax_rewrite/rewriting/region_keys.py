@@ -247,9 +247,7 @@ def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
             to[c] = g.add(LEAF, leaf[c], (), info.sizes, (), info.dtype)
             continue
         node = node_of(t.graph, c)
-        args = tuple(
-            Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
-        )
+        args = tuple([to[a.cls].over(a.axes) for a in node.args])
         attr = node.attr
         if node.op == SLICE:  # the attribute is stored slot by slot
             attr = tuple([attr[i] for i in to[node.args[0].cls].axes])
