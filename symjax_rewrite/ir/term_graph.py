@@ -110,6 +110,13 @@ class TermGraph:
         assert view is not None
         return view
 
+    def slots_of(self, value: int) -> list[tuple[int, ...]] | None:
+        """Return the slots of a value's class on each of its axes; None if it is broadcast."""
+        axes, groups = self.view(value).axes, self.positions[value]
+        if sorted(axes) != sorted([p for group in groups for p in group]):
+            return None
+        return [tuple([axes.index(p) for p in group]) for group in groups]
+
 
 def build(program: Program) -> TermGraph:
     """Lift every equation of a flat program."""

@@ -24,7 +24,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Replacement
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
+from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.value_numbering import ValueNumbers
@@ -58,8 +58,12 @@ class DifferentiatedLoops:
             return
         route = lambda loop: self.route(loop, context.options, context.device)  # noqa: E731
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
-        for there, back in _pairs(program):
-            pair = _LoopAndGradient(program, there, back)
+        scans = [e for e in program.equations if e.name == "scan" and not e.eqn.effects]
+        if len(scans) < 2:
+            return
+        around = Surroundings(program)
+        for there, back in _pairs(scans, around):
+            pair = _LoopAndGradient(around, there, back)
             if _improved(pair.loop(), context.device, route) is None or pair.fuses():
                 continue
             if not numbering:
@@ -86,26 +90,20 @@ def _may_sink(maker: Equation | None) -> bool:
     return maker is not None and not maker.eqn.effects and maker.name in ELEMENTWISE | VIEWS
 
 
-def _pairs(program: Program) -> Iterator[tuple[Equation, Equation]]:
+def _pairs(scans: list[Equation], around: Surroundings) -> Iterator[tuple[Equation, Equation]]:
     """Yield the loops with the one loop that reads their results in the other direction."""
-    scans = [e for e in program.equations if _is_plain_scan(e)]
-    users = users_of(program.equations) if len(scans) > 1 else {}
     for there in scans:
         mine = there.eqn.params
-        readers = {id(u): u for v in there.outvals for u in users.get(v, ())}
+        readers = {id(u): u for v in there.outvals for u in around.users.get(v, ())}
         back = [
             u
             for u in readers.values()
-            if _is_plain_scan(u)
+            if u in scans
             and u.eqn.params["length"] == mine["length"]
             and u.eqn.params["reverse"] != mine["reverse"]
         ]
         if len(back) == 1:
             yield there, back[0]
-
-
-def _is_plain_scan(e: Equation) -> bool:
-    return e.name == "scan" and not e.eqn.effects
 
 
 @dataclass(slots=True)
@@ -118,7 +116,7 @@ class _LoopAndGradient:
     backward loop, the number among `live` of the value whose cotangent it is.
     """
 
-    program: Program
+    around: Surroundings
     there: Equation
     back: Equation
     public: list[int] = field(init=False)
@@ -128,13 +126,18 @@ class _LoopAndGradient:
     made: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        users, outputs = users_of(self.program.equations), {*numbers(self.program.outputs)}
+        users, outputs = self.around.users, self.around.outputs
 
         def is_read(v: int) -> bool:
             return v in outputs or any(u is not self.back for u in users.get(v, ()))
 
         self.public = [v for v in self.there.outvals if is_read(v)]
         self.wanted = [v for v in self.back.outvals if is_read(v)]
+
+    @property
+    def program(self) -> Program:
+        """Return the program that holds both loops."""
+        return self.around.program
 
     @property
     def reads(self) -> list[int]:
@@ -161,8 +164,7 @@ class _LoopAndGradient:
         there, back = normal_loop(self.there), normal_loop(self.back)
         if there is None or back is None:
             return True
-        around, own = Surroundings(self.program), [self.there, self.back]
-        saved = fused_pair(there, back, around, own, True)[2]
+        saved = fused_pair(there, back, self.around, [self.there, self.back], True)[2]
         states = sum(aval_bytes(there.body.avals[c.inner]) for c in there.carries)
         return saved >= there.length * states
 
@@ -209,7 +211,7 @@ class _LoopAndGradient:
         JAX computes what is equal in all steps before the loop, and differentiates it in the steps.
         So the maker of an operand is sunk into the steps where its cotangent is not found.
         """
-        makers = makers_of(self.program.equations)
+        makers = self.around.makers
         fixed = jax_internals.scan_counts(self.there.eqn)[0]
         for choice in islice(self._choices(), MOST_CHOICES):
             self.cotangents, self.sunk = list(choice), []

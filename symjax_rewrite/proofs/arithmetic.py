@@ -70,6 +70,8 @@ class Law(NamedTuple):
 
 # Of the algebra, the form, its branches with fresh names for bound indices: the form made again.
 Builder = Callable[["Calculus", Form, list[Branch]], Poly]
+# By form, of its index expressions: what stands in its place; None if it stays.
+Replacements = Mapping[int, Callable[[tuple[Index, ...]], Poly | None]]
 
 
 @dataclass(slots=True)
@@ -162,6 +164,24 @@ class Calculus:
                     rest.append(self.power(made, e))
             parts.append(self.product(self.term(c, factors), *rest))
         return self.add(*parts)
+
+    def replaced(self, p: Poly, forms: Replacements) -> Poly:
+        """Return a polynomial with atoms of some forms replaced, inside other forms too.
+
+        An iteration that binds one of the forms as its carry stays; outside it reads none.
+        """
+
+        def value(atom: Atom) -> Atom | Poly:
+            made = forms[atom.form](atom.at) if atom.form in forms else None
+            if made is not None:
+                return made
+            form = self.form(atom)
+            stays = self.reached(atom.form).isdisjoint(forms) or form.kind not in self.builders
+            if stays or (form.kind == "iteration" and not forms.keys().isdisjoint(form.attr[2])):
+                return atom
+            return self.again(atom, [(n, self.replaced(q, forms)) for n, q in self.opened(atom)])
+
+        return self.mapped(p, value)
 
     def substitute(self, p: Poly, to: Mapping[int, Index]) -> Poly:
         """Return a polynomial with names replaced by index expressions."""

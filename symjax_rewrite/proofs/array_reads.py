@@ -9,19 +9,26 @@ combination, the operation stays opaque.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.sizes import Dim, from_jax
+from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_forms import product
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, index_sum, plain
 
-if TYPE_CHECKING:
-    from symjax_rewrite.proofs.lifting import Lifting
+
+class ValueReader(Protocol):
+    """The reader of values that this module needs."""
+
+    a: Calculus
+    t: TermGraph
+
+    def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
 
 
 class Place(NamedTuple):
@@ -54,20 +61,20 @@ def places_of(t: TermGraph, value: int, at: Sequence[Index]) -> list[Place]:
     return [Place(*_axis(t, value, k), tuple([at[q] for q in group])) for k, group in groups]
 
 
-def entry(lifting: Lifting, value: int, places: Sequence[Place | Index | None]) -> Poly | None:
+def entry(reader: ValueReader, value: int, places: Sequence[Place | Index | None]) -> Poly | None:
     """Return a value at a place or an index for each of its axes; None if an axis has no such."""
-    t, read = lifting.t, list[Index]()
+    t, read = reader.t, list[Index]()
     for axis, given in enumerate(places):
         ids, sizes = _axis(t, value, axis)
         index = given.combined() if isinstance(given, Place) else given
         if isinstance(given, Place) and given.ids == ids:
             parts = list(given.at)
         else:
-            parts = None if index is None else _divided(lifting.a, index, sizes)
+            parts = None if index is None else _divided(reader.a, index, sizes)
         if parts is None:
             return None
         read += parts
-    return lifting.of(t.view(value), read)
+    return reader.of(t.view(value), read)
 
 
 def _divided(a: Calculus, index: Index, sizes: Sequence[Dim]) -> list[Index] | None:
@@ -86,19 +93,19 @@ def _divided(a: Calculus, index: Index, sizes: Sequence[Dim]) -> list[Index] | N
     return None if before is None else [*before, inner]
 
 
-def array_read(lifting: Lifting, e: Equation, here: list[Index]) -> Poly | None:
+def array_read(reader: ValueReader, e: Equation, here: list[Index]) -> Poly | None:
     """Return an entry of the result of an equation that reads entries; None for any other."""
     row = _ROWS.get(e.name)
     sources = [v for v in e.invals if isinstance(v, int)]
     if row is None or any(v.val for v in e.invals if not isinstance(v, int)):
         return None
-    return row(lifting, e, sources, places_of(lifting.t, e.outvals[0], here))
+    return row(reader, e, sources, places_of(reader.t, e.outvals[0], here))
 
 
-Row = Callable[["Lifting", Equation, list[int], list[Place]], Poly | None]
+Row = Callable[[ValueReader, Equation, list[int], list[Place]], Poly | None]
 
 
-def _part(lifting: Lifting, e: Equation, sources: list[int], places: list[Place]) -> Poly | None:
+def _part(reader: ValueReader, e: Equation, sources: list[int], places: list[Place]) -> Poly | None:
     """Return an entry of a slice, or of an array with zeros around and between its entries."""
     params, is_pad, shape = e.eqn.params, e.name == "pad", shape_of(e.eqn.invars[0])
     if len(sources) != 1:
@@ -108,7 +115,7 @@ def _part(lifting: Lifting, e: Equation, sources: list[int], places: list[Place]
     read: list[Place | Index] = []
     for k, ((low, _, inside), stride, size) in enumerate(zip(starts, strides, shape, strict=True)):
         index = places[k].combined()
-        is_same = places[k].ids == _axis(lifting.t, sources[0], k)[0]
+        is_same = places[k].ids == _axis(reader.t, sources[0], k)[0]
         if is_same and (low, inside, stride) == (0, 0, 1):
             read.append(places[k])
         elif index is None or (index[1] and is_pad):
@@ -120,10 +127,12 @@ def _part(lifting: Lifting, e: Equation, sources: list[int], places: list[Place]
             if rest or not (isinstance(size, int) and 0 <= number < size):
                 return ZERO if isinstance(size, int) else None
             read.append((number, ()))
-    return entry(lifting, sources[0], read)
+    return entry(reader, sources[0], read)
 
 
-def _joined(lifting: Lifting, e: Equation, sources: list[int], places: list[Place]) -> Poly | None:
+def _joined(
+    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+) -> Poly | None:
     """Return an entry of a concatenation at a number."""
     axis = e.eqn.params["dimension"]
     index = places[axis].combined()
@@ -131,11 +140,11 @@ def _joined(lifting: Lifting, e: Equation, sources: list[int], places: list[Plac
         return None
     k = index[0]
     for v in sources:
-        size = lifting.t.program.avals[v].shape[axis]
+        size = reader.t.program.avals[v].shape[axis]
         if not isinstance(size, int):
             return None
         if k < size:
-            return entry(lifting, v, _put(places, axis, (k, ())))
+            return entry(reader, v, _put(places, axis, (k, ())))
         k -= size
     return None
 
@@ -150,20 +159,22 @@ def _backwards(a: Calculus, size: Dim, index: Index) -> Index:
 
 
 def _reversed(
-    lifting: Lifting, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
 ) -> Poly | None:
     read: list[Place | Index | None] = [*places]
     for axis in e.eqn.params["dimensions"]:
         index, size = places[axis].combined(), from_jax(shape_of(e.eqn.outvars[0])[axis])
-        read[axis] = None if index is None else _backwards(lifting.a, size, index)
-    return entry(lifting, sources[0], read)
+        read[axis] = None if index is None else _backwards(reader.a, size, index)
+    return entry(reader, sources[0], read)
 
 
-def _prefix(lifting: Lifting, e: Equation, sources: list[int], places: list[Place]) -> Poly | None:
+def _prefix(
+    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+) -> Poly | None:
     """Return a running sum or extremum: of the entries at an index and before it."""
-    a, axis, is_reversed = lifting.a, e.eqn.params["axis"], e.eqn.params["reverse"]
+    a, axis, is_reversed = reader.a, e.eqn.params["axis"], e.eqn.params["reverse"]
     k = a.table.fresh(from_jax(shape_of(e.eqn.outvars[0])[axis]))
-    index, read = places[axis].combined(), entry(lifting, sources[0], _put(places, axis, plain(k)))
+    index, read = places[axis].combined(), entry(reader, sources[0], _put(places, axis, plain(k)))
     if index is None or read is None:
         return None
     beyond = a.sub(a.index(plain(k)), a.index(index))
@@ -172,22 +183,22 @@ def _prefix(lifting: Lifting, e: Equation, sources: list[int], places: list[Plac
 
 
 def _running_product(
-    lifting: Lifting, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
 ) -> Poly | None:
     """Return a running product, as the recurrence h(k + 1) = x(k)·h(k)."""
-    a, axis = lifting.a, e.eqn.params["axis"]
+    a, axis = reader.a, e.eqn.params["axis"]
     size = from_jax(shape_of(e.eqn.outvars[0])[axis])
     k, index, step = a.table.fresh(size), places[axis].combined(), None
     if index is not None and e.eqn.params["reverse"]:
         index, step = _backwards(a, size, index), _backwards(a, size, plain(k))
-    p = entry(lifting, sources[0], _put(places, axis, step or plain(k)))
+    p = entry(reader, sources[0], _put(places, axis, step or plain(k)))
     return None if p is None or index is None else product(a, p, k, a.add(a.index(index), ONE))
 
 
 def _convolution(
-    lifting: Lifting, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
 ) -> Poly | None:
-    a, eqn, params, at = lifting.a, e.eqn, e.eqn.params, _indices(places)
+    a, eqn, params, at = reader.a, e.eqn, e.eqn.params, _indices(places)
     left, right, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
     if params["batch_group_count"] != 1 or groups not in (1, shape_of(eqn.outvars[0])[out[1]]):
@@ -207,13 +218,15 @@ def _convolution(
     wide = zip(left[2:], right[2:], out[2:], *steps, strict=True)
     for axis, k, place, stride, apart, (low, _) in wide:
         read[axis] = index_sum((stride, at[place]), (apart, plain(names[k])), (-low, (1, ())))
-    x = _inside(lifting, e, sources[0], [read[k] for k in range(len(read))], ZERO)
-    w = entry(lifting, sources[1], kernel)
+    x = _inside(reader, e, sources[0], [read[k] for k in range(len(read))], ZERO)
+    w = entry(reader, sources[1], kernel)
     return None if x is None or w is None else reductions.total(a, a.mul(x, w), [*names.values()])
 
 
-def _window(lifting: Lifting, e: Equation, sources: list[int], places: list[Place]) -> Poly | None:
-    a, params, at = lifting.a, e.eqn.params, _indices(places)
+def _window(
+    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+) -> Poly | None:
+    a, params, at = reader.a, e.eqn.params, _indices(places)
     if at is None or any(d != 1 for d in params["base_dilation"]):
         return None
     names = [a.table.fresh(n) if n != 1 else None for n in params["window_dimensions"]]
@@ -225,7 +238,7 @@ def _window(lifting: Lifting, e: Equation, sources: list[int], places: list[Plac
     bound = tuple([n for n in names if n is not None])
     kind = e.name.rpartition("_")[2]
     least = a.scale(1 if kind == "min" else -1, a.infinity())
-    p = _inside(lifting, e, sources[0], read, ZERO if kind == "sum" else least)
+    p = _inside(reader, e, sources[0], read, ZERO if kind == "sum" else least)
     if p is None or kind == "sum":
         return None if p is None else reductions.total(a, p, bound)
     return (reductions.maximum if kind == "max" else reductions.minimum)(a, [(bound, p)])
@@ -239,15 +252,15 @@ def _indices(places: list[Place]) -> list[Index] | None:
 
 
 def _inside(
-    lifting: Lifting, e: Equation, source: int, read: list[Index], outside: Poly
+    reader: ValueReader, e: Equation, source: int, read: list[Index], outside: Poly
 ) -> Poly | None:
     """Return an entry of an operand, and another value where the indices are beyond its ends."""
-    a, test = lifting.a, ONE
+    a, test = reader.a, ONE
     for index, size in zip(read, shape_of(e.eqn.invars[0]), strict=True):
         here = a.index(index)
         test = a.mul(test, functions.positive(a, a.add(here, ONE)))
         test = a.mul(test, functions.positive(a, a.sub(a.size(from_jax(size)), here)))
-    p = entry(lifting, source, read)
+    p = entry(reader, source, read)
     return None if p is None else functions.select(a, test, p, outside)
 
 

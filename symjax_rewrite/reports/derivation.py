@@ -135,12 +135,10 @@ class _LeafNames:
         """Return the name of a class of the program, over the slots of the region's class."""
         t, cls = self.part.t, ref.cls
         for v in [t.leaf_value[cls]] if cls in t.leaf_value else t.values_of(cls):
-            axes, groups = t.view(v).axes, t.positions[v]
-            if v in self.names and sorted(axes) == sorted(p for g in groups for p in g):
-                slot_of = {p: s for s, p in enumerate(axes)}
-                named = [[slot_of[p] for p in g] for g in groups]
+            slots = t.slots_of(v)
+            if v in self.names and slots is not None:
                 place = {s: k for k, s in enumerate(ref.axes)}
-                return Name(self.names[v], [[place[s] for s in g] for g in named])
+                return Name(self.names[v], [[place[s] for s in group] for group in slots])
         return None
 
     def _unnamed(self, ref: Ref) -> Name:

@@ -169,10 +169,8 @@ class Statements:
     def _groups(self, cls: int, value: int | None = None) -> list[tuple[int, ...]]:
         """Return the slots of each axis of the array that holds a class."""
         for v in self.t.values_of(cls) if value is None else (value,):
-            axes = self.t.view(v).axes
-            if sorted(axes) == sorted(p for g in self.t.positions[v] for p in g):
-                slot_of = {p: s for s, p in enumerate(axes)}
-                return [tuple(slot_of[p] for p in g) for g in self.t.positions[v]]
+            if (slots := self.t.slots_of(v)) is not None:
+                return slots
         return [(s,) for s in range(len(self.t.graph.classes[cls].sizes))]
 
     def _label(self, cls: int) -> str:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.options import NUMERICS
 from symjax_rewrite.rewriting.route_matching import PatternRoute
-from symjax_rewrite.rewriting.rule import PROPERTIES
+from symjax_rewrite.rewriting.rule import check_level, check_properties, words_of
 
 
 def route(
@@ -66,9 +65,8 @@ def route(
     """
     words, kinds = _checked(shapes, pattern, kernel, dtypes, numerics)
     rests_on = (uses,) if isinstance(uses, str) else tuple(uses)
-    if unknown := [p for p in rests_on if p not in PROPERTIES]:
-        expected = ", ".join(PROPERTIES)
-        raise RuleError("unknown property of a route", expected=expected, got=repr(unknown[0]))
+    if rests_on:
+        check_properties(rests_on)
     return PatternRoute(
         name, words, pattern, kernel, when, seconds, kinds, numerics, rests_on, source
     )
@@ -78,15 +76,11 @@ def _checked(
     shapes: str, pattern: Any, kernel: Any, dtypes: str | Sequence[str], numerics: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words of the shapes and the dtypes of all arguments."""
-    words = tuple(w.strip() for w in shapes.split(","))
-    if not all(w.isalpha() or w == "" for w in words):
-        raise RuleError("malformed shapes of a route", expected="'nd,do'", got=repr(shapes))
+    words = words_of(shapes)
+    check_level(numerics)
     for role, fun in (("pattern", pattern), ("kernel", kernel)):
         if not callable(fun):
             raise RuleError(f"a route's {role} must be a function of arrays", got=repr(fun))
-    if numerics not in NUMERICS:
-        expected = ", ".join(NUMERICS)
-        raise RuleError("unknown numerics level of a route", expected=expected, got=repr(numerics))
     kinds = (dtypes,) * len(words) if isinstance(dtypes, str) else tuple(map(str, dtypes))
     if kinds and len(kinds) != len(words):
         raise RuleError("a route needs one dtype, or one for each argument", got=repr(dtypes))

@@ -198,8 +198,8 @@ def axiom(
     Raises:
         RuleError: a law is neither text nor of `law`, or the property or the level is unknown.
     """
-    _check_properties((property,))
-    _check_level(options.get("numerics", "reassoc"))
+    check_properties((property,))
+    check_level(options.get("numerics", "reassoc"))
     if not all(isinstance(x, str | Sides) for x in laws):
         raise RuleError("an axiom needs laws", expected="texts or law(...)", got=repr(laws))
     text = "; ".join([x if isinstance(x, str) else x.text for x in laws])
@@ -258,12 +258,10 @@ def lemma(
         >>> chain.name
         'chain'
     """
-    words = tuple(w.strip() for w in shapes.split(","))
-    if not all(w.isalpha() or w == "" for w in words):
-        raise RuleError("malformed lemma shapes", expected="'nd,do,dr,ro'", got=repr(shapes))
+    words = words_of(shapes)
     rests_on = (uses,) if isinstance(uses, str) else tuple(uses)
-    _check_properties(rests_on)
-    _check_level(numerics)
+    check_properties(rests_on)
+    check_level(numerics)
 
     def make(sides: Callable[..., tuple[Any, Any]]) -> Lemma:
         name = getattr(sides, "__name__", "lemma")
@@ -272,14 +270,26 @@ def lemma(
     return make
 
 
-def _check_properties(names: tuple[str, ...]) -> None:
+def words_of(shapes: str) -> tuple[str, ...]:
+    """Return the words of named sizes, one for each argument.
+
+    Raises:
+        RuleError: a word is no letters.
+    """
+    words = tuple(w.strip() for w in shapes.split(","))
+    if not all(w.isalpha() or w == "" for w in words):
+        raise RuleError("malformed shapes", expected="'nd,do,dr,ro'", got=repr(shapes))
+    return words
+
+
+def check_properties(names: tuple[str, ...]) -> None:
     """Raise `RuleError` unless these are properties, at least one."""
     if not names or any(name not in PROPERTIES for name in names):
         what = "unknown property" if names else "a lemma rests on at least one property"
         raise RuleError(what, expected=", ".join(PROPERTIES), got=", ".join(map(repr, names)))
 
 
-def _check_level(numerics: str) -> None:
+def check_level(numerics: str) -> None:
     """Raise `RuleError` unless this is a numerics level that a rule may need."""
     if numerics not in NUMERICS:
         expected = ", ".join(NUMERICS)
