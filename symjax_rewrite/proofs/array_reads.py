@@ -31,7 +31,7 @@ class ValueReader(Protocol):
     def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
 
 
-class Place(NamedTuple):
+class AxisPlace(NamedTuple):
     """The place on an axis: the axis's solved atoms, their sizes, and an index for each."""
 
     ids: tuple[int, ...]
@@ -55,19 +55,21 @@ def _axis(t: TermGraph, value: int, axis: int) -> tuple[tuple[int, ...], tuple[D
     return tuple([t.ids[value][q] for q in group]), tuple([t.sizes[value][q] for q in group])
 
 
-def places_of(t: TermGraph, value: int, at: Sequence[Index]) -> list[Place]:
+def places_of(t: TermGraph, value: int, at: Sequence[Index]) -> list[AxisPlace]:
     """Return the place on every axis of a value, given the index of each of its atoms."""
     groups = enumerate(t.positions[value])
-    return [Place(*_axis(t, value, k), tuple([at[q] for q in group])) for k, group in groups]
+    return [AxisPlace(*_axis(t, value, k), tuple([at[q] for q in group])) for k, group in groups]
 
 
-def entry(reader: ValueReader, value: int, places: Sequence[Place | Index | None]) -> Poly | None:
+def entry(
+    reader: ValueReader, value: int, places: Sequence[AxisPlace | Index | None]
+) -> Poly | None:
     """Return a value at a place or an index for each of its axes; None if an axis has no such."""
     t, read = reader.t, list[Index]()
     for axis, given in enumerate(places):
         ids, sizes = _axis(t, value, axis)
-        index = given.combined() if isinstance(given, Place) else given
-        if isinstance(given, Place) and given.ids == ids:
+        index = given.combined() if isinstance(given, AxisPlace) else given
+        if isinstance(given, AxisPlace) and given.ids == ids:
             parts = list(given.at)
         else:
             parts = None if index is None else _divided(reader.a, index, sizes)
@@ -102,17 +104,19 @@ def array_read(reader: ValueReader, e: Equation, here: list[Index]) -> Poly | No
     return row(reader, e, sources, places_of(reader.t, e.outvals[0], here))
 
 
-Row = Callable[[ValueReader, Equation, list[int], list[Place]], Poly | None]
+Row = Callable[[ValueReader, Equation, list[int], list[AxisPlace]], Poly | None]
 
 
-def _part(reader: ValueReader, e: Equation, sources: list[int], places: list[Place]) -> Poly | None:
+def _part(
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
+) -> Poly | None:
     """Return an entry of a slice, or of an array with zeros around and between its entries."""
     params, is_pad, shape = e.eqn.params, e.name == "pad", shape_of(e.eqn.invars[0])
     if len(sources) != 1:
         return None
     starts = params["padding_config"] if is_pad else [(-k, 0, 0) for k in params["start_indices"]]
     strides = params.get("strides") or (1,) * len(starts)
-    read: list[Place | Index] = []
+    read: list[AxisPlace | Index] = []
     for k, ((low, _, inside), stride, size) in enumerate(zip(starts, strides, shape, strict=True)):
         index = places[k].combined()
         is_same = places[k].ids == _axis(reader.t, sources[0], k)[0]
@@ -131,7 +135,7 @@ def _part(reader: ValueReader, e: Equation, sources: list[int], places: list[Pla
 
 
 def _joined(
-    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
 ) -> Poly | None:
     """Return an entry of a concatenation at a number."""
     axis = e.eqn.params["dimension"]
@@ -149,7 +153,7 @@ def _joined(
     return None
 
 
-def _put(places: list[Place], axis: int, index: Index | None) -> list[Place | Index | None]:
+def _put(places: list[AxisPlace], axis: int, index: Index | None) -> list[AxisPlace | Index | None]:
     return [*places[:axis], index, *places[axis + 1 :]]
 
 
@@ -159,9 +163,9 @@ def _backwards(a: Calculus, size: Dim, index: Index) -> Index:
 
 
 def _reversed(
-    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
 ) -> Poly | None:
-    read: list[Place | Index | None] = [*places]
+    read: list[AxisPlace | Index | None] = [*places]
     for axis in e.eqn.params["dimensions"]:
         index, size = places[axis].combined(), from_jax(shape_of(e.eqn.outvars[0])[axis])
         read[axis] = None if index is None else _backwards(reader.a, size, index)
@@ -169,7 +173,7 @@ def _reversed(
 
 
 def _prefix(
-    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
 ) -> Poly | None:
     """Return a running sum or extremum: of the entries at an index and before it."""
     a, axis, is_reversed = reader.a, e.eqn.params["axis"], e.eqn.params["reverse"]
@@ -183,7 +187,7 @@ def _prefix(
 
 
 def _running_product(
-    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
 ) -> Poly | None:
     """Return a running product, as the recurrence h(k + 1) = x(k)·h(k)."""
     a, axis = reader.a, e.eqn.params["axis"]
@@ -196,7 +200,7 @@ def _running_product(
 
 
 def _convolution(
-    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
 ) -> Poly | None:
     a, eqn, params, at = reader.a, e.eqn, e.eqn.params, _indices(places)
     left, right, out = params["dimension_numbers"]
@@ -224,7 +228,7 @@ def _convolution(
 
 
 def _window(
-    reader: ValueReader, e: Equation, sources: list[int], places: list[Place]
+    reader: ValueReader, e: Equation, sources: list[int], places: list[AxisPlace]
 ) -> Poly | None:
     a, params, at = reader.a, e.eqn.params, _indices(places)
     if at is None or any(d != 1 for d in params["base_dilation"]):
@@ -244,7 +248,7 @@ def _window(
     return (reductions.maximum if kind == "max" else reductions.minimum)(a, [(bound, p)])
 
 
-def _indices(places: list[Place]) -> list[Index] | None:
+def _indices(places: list[AxisPlace]) -> list[Index] | None:
     """Return one index for every axis; None if an axis has none."""
     found = [place.combined() for place in places]
     known = [index for index in found if index is not None]
