@@ -94,7 +94,6 @@ def _one_piece(r: RightSide, inner: Node, by_slot: dict[int, Entry]) -> Ref | No
 
 
 def _starts(sizes: Sequence[Any]) -> list[Any]:
-    """Return the first position of each block of a concatenation."""
     return [0, *accumulate(sizes[:-1])]
 
 

@@ -88,7 +88,6 @@ def needed(program: Program, instead: dict[int, list[int]]) -> set[int]:
 
 
 def _inner(prefix: Prefix) -> set[int]:
-    """Return the intermediate values of a tree."""
     return {v for e in prefix.equations for v in e.outvals} - {prefix.out}
 
 

@@ -357,7 +357,6 @@ def _routed(
 
 
 def _names(motion: Motion) -> list[str]:
-    """Return the names of the transformations of a motion."""
     batched = motion.before or motion.after or motion.sums
     return [name for name, holds in ((INVARIANT, motion.once), (BATCHING, batched)) if holds]
 

@@ -88,7 +88,6 @@ def in_parts(loop: Loop, device: Device) -> Parts | None:
 
 
 def _sizes(loop: Loop) -> Iterator[Any]:
-    """Yield the sizes of all operands and results in a body."""
     for e in loop.body.equations:
         for v in (*e.eqn.invars, *e.eqn.outvars):
             yield from getattr(v.aval, "shape", ())
@@ -150,7 +149,6 @@ def _replace_joined(loop: Loop, e: Equation, side: int, joined: Equation) -> lis
 
 
 def _put(loop: Loop, old: Equation, new: list[Equation]) -> None:
-    """Write equations in place of an equation."""
     at = loop.body.equations.index(old)
     loop.body.equations[at : at + 1] = new
 

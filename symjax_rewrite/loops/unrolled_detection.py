@@ -233,7 +233,6 @@ class StepReader:
             self.where.update((v, (t, f, o)) for o, v in enumerate(e.outvals))
 
     def _classify(self, f: Family, depth: int) -> None:
-        """Find the forms of the operands of a family."""
         columns = list(zip(*[e.invals for e in f.equations], strict=True))
         if f.equations[0].name == "slice":
             f.entry = self._moving_slice(f, columns[0])
@@ -264,7 +263,6 @@ class StepReader:
         return Input("source", source, aval, source)
 
     def _operand(self, values: Sequence[Value], depth: int) -> Any:
-        """Return the form of an operand over the steps."""
         first, second = values[:2]
         if not isinstance(second, int):
             return self._numbers(values)

@@ -532,7 +532,6 @@ def _joined(*monos: Iterable[tuple[Atom, Number]]) -> dict[Atom, Number]:
 
 
 def _expands(p: Poly, e: Number) -> bool:
-    """Return True if a power is multiplied out."""
     return e.denominator == 1 and 0 < e <= MOST_POWER and len(p) ** int(e) <= MOST_TERMS
 
 

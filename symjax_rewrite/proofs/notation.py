@@ -173,7 +173,6 @@ class Notation:
 
 
 def _opaque_name(attr: Any) -> str:
-    """Return the name of an operation without laws."""
     while isinstance(attr, tuple) and attr:
         parts = list(attr)
         attr = parts[1] if parts[0] == "native" and len(parts) > 1 else parts[0]

@@ -98,5 +98,4 @@ class Details:
 
 
 def _first(statements: Statements) -> list[Statement]:
-    """Return the statements of a program, as many as a reader may want."""
     return list(itertools.islice(statements.lines(), MOST_STATEMENTS))

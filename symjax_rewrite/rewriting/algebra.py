@@ -148,7 +148,6 @@ def _found(
 
 
 def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPart:
-    """Return the part of the program that computes the changed classes of a region."""
     origin: dict[int, Ref] = {}
     refs = {c: s.to[number].over(region.slots[c]) for c, number in region.local.items()}
     for program, ref in refs.items():

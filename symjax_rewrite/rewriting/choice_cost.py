@@ -148,7 +148,6 @@ class _Moved(ChoiceCost):
         return {*self.changed, *self.added, *self.removed, *other}.union(*readers)
 
     def _is_written(self, cls: int) -> bool:
-        """Return True for a class that is written to memory."""
         readers = self.readers_of(cls)
         is_kept = cls in self.base.roots or len(readers) > 1 or self._is_kernel(cls)
         return is_kept or any(map(self._is_kernel, readers))

@@ -53,7 +53,6 @@ class ColumnScans(EquationForms):
 
 
 def _by_rows(e: Equation) -> Callable[[Any], Any]:
-    """Return the function of the array that gives its prefixes."""
     axis, is_reversed = e.eqn.params["axis"], e.eqn.params["reverse"]
     combine = COMBINE[e.name]
 

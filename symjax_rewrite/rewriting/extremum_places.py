@@ -59,7 +59,6 @@ def _seconds(e: Equation, device: Device) -> tuple[float, float]:
 
 
 def _by_value(e: Equation) -> Callable[[Any], Any]:
-    """Return the function of the array that gives the places."""
     (axis,), dtype = e.eqn.params["axes"], e.eqn.params["index_dtype"]
     is_max = e.name == "argmax"
 

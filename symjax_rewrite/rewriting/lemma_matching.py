@@ -252,7 +252,6 @@ class Matcher(NamedTuple):
                     yield found
 
     def _scalars(self, factors: list[Ref]) -> list[Ref]:
-        """Return the scalar arguments of the lemma among some factors."""
         return [f for f in factors if not f.axes and node_of(self.graph, f.cls).op == LEAF]
 
     def _terms(self, g: EGraph, ref: Ref) -> Terms:

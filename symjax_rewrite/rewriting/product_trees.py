@@ -199,7 +199,6 @@ class _TreeBuilder:
         return self._count(left | right) / d.elementwise_per_s + (read + made) / d.bytes_per_s
 
     def _count(self, mask: int) -> float:
-        """Return the number of elements over some indices."""
         got = self._volume.get(mask)
         if got is None:
             got = self._volume[mask] = math.prod([self.numbers[i] for i in _bits(mask)], start=1.0)

@@ -201,7 +201,6 @@ class Solver:
 def _changed(
     g: EGraph, best: Extraction, roots: tuple[int, ...], region: Region, to: dict[int, Ref]
 ) -> list[int]:
-    """Return the classes of a form that are computed another way."""
     given = {_root(g, to[c].cls) for c in region.leaves}
     made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
     # I·a = a: a computed class becomes an input

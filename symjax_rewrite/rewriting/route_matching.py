@@ -137,7 +137,6 @@ class KernelPlace(NamedTuple):
 
 
 def _matched(route: PatternRoute, t: TermGraph, cls: int) -> KernelPlace | None:
-    """Return the match of a route at a class, if there is one."""
     own = distinct_sizes("a route", route.shapes).items()
     for dtypes, ones in product(_dtypes(route, t, cls), _single_axes(route, t)):
         usual = compile_route(route, dtypes, tuple((q, 1 if q in ones else n) for q, n in own))
