@@ -28,11 +28,11 @@ from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise, reads_twice
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, Proposal, candidates
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Band
-from symjax_rewrite.usage_records import RouteUse, ratio_of
+from symjax_rewrite.usage_records import ratio_of
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidate numbers of blocks
 
@@ -125,9 +125,8 @@ class _BandedSelection:
                 where = t.where(cls)
                 if margins.pays(*seconds, "banded", self.device):
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
-                    use = RouteUse("banded", True, reason, where, seconds=seconds)
                     route = BandedRoute(t, cls, row, node.out, blocks)
-                    yield from candidates(t, "banded", [([route], [use])])
+                    yield from candidates(t, "banded", [Proposal([route], reason, where, seconds)])
                     break
                 least = margins.margin("banded", self.device)
                 reason = Obstacle.COST(f"predicted gain of blocks is below {least}")

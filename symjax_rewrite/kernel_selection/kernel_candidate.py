@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Refusal
+from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import Cost
@@ -14,7 +14,6 @@ from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.usage_records import RouteUse
 
 
 class OneClass:
@@ -34,6 +33,19 @@ class OneClass:
         return {self.cls}
 
 
+class Proposal(NamedTuple):
+    """Routes (see `OneClass`) that are accepted together or not at all.
+
+    seconds: predicted, as written and with the routes. also: reasons and lines of further parts.
+    """
+
+    routes: Sequence[Any]
+    reason: str
+    where: str
+    seconds: tuple[float, float] | None = None
+    also: tuple[tuple[str, str], ...] = ()
+
+
 def read_over(
     emitter: Any, ref: Ref, order: tuple[Any, ...], sizes: Any, wide: bool = False
 ) -> Any:
@@ -47,20 +59,10 @@ def read_over(
 
 
 def candidates(
-    t: TermGraph,
-    name: str,
-    groups: Sequence[tuple[Sequence[Any], Sequence[RouteUse]]],
-    opens: bool = False,
+    t: TermGraph, name: str, proposals: Sequence[Proposal], opens: bool = False
 ) -> list[Candidate]:
-    """Return candidates of routes; the routes of a group are accepted together or not at all.
-
-    Args:
-        t: the program's terms.
-        name: of the candidates.
-        groups: routes (see `OneClass`) that belong together, and their report entries.
-        opens: later passes see their equations.
-    """
-    routes = [m for makers, _ in groups for m in makers]
+    """Return the candidates of proposals; with `opens`, later passes see their equations."""
+    routes = [m for p in proposals for m in p.routes]
     links, wide = _exchanged(t, routes)
 
     def part(maker: Any) -> TermPart:
@@ -73,7 +75,7 @@ def candidates(
     shown = _shown(t, routes)
     links.update((c, t.program.new_value(_aval(t, c))) for c in shown)
     out = []
-    for makers, (use, *more) in groups:
+    for makers, reason, where, seconds, also in proposals:
         gives = {c for m in makers for c in m.gives()}
         first = {c for m in makers for own in m.gives() for c in m.needs(own)} & shown
         reads = [frozenset({c}) for c in sorted(first)]
@@ -83,12 +85,11 @@ def candidates(
             Candidate(
                 name,
                 (*map(part, makers), *(TermPart(t, own=own, links=links) for own in reads)),
-                use.where,
-                use.reason,
-                before=use.seconds and Cost(seconds=use.seconds[0]),
-                after=use.seconds and Cost(seconds=use.seconds[1]),
-                count=use.count,
-                also=tuple((u.reason, u.where) for u in more),
+                where,
+                reason,
+                before=seconds and Cost(seconds=seconds[0]),
+                after=seconds and Cost(seconds=seconds[1]),
+                also=also,
                 hidden=frozenset(v for c in inside for v in t.values_of(c)),
             )
         )
@@ -134,10 +135,3 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
     operands = class_operands(t.graph)
     ends = {c for m in makers for own in m.gives() for c in m.needs(own)}
     return cone(ends, lambda c: operands(c) if c not in given and value_of(c) is None else ())
-
-
-def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
-    """Return the refusals of candidates that are not proposed."""
-    return [
-        Refusal(u.name, u.reason, u.where, u.count, u.ratio, u.by_size) for u in uses if not u.taken
-    ]

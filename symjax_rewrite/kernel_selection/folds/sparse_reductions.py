@@ -52,8 +52,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
 )
 from symjax_rewrite.kernel_selection.folds.slices import narrowed
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, Proposal, candidates
 
 MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
 
@@ -296,12 +295,10 @@ class SparseReductions:
         for route in map(finder.route, terms.need.order):
             if route is not None:
                 by_source.setdefault(route.source, []).append(route)
-        groups = [(group, [_use(t, source)]) for source, group in by_source.items()]
-        yield from candidates(t, self.name, groups)
-
-
-def _use(t: TermGraph, source: Sparse) -> RouteUse:
-    count = math.prod(size for _, size in source.extra)
-    row = t.graph.classes[source.cls].sizes[source.along]
-    reason = f"sums over a row read the {count} of {row} places that are not zero"
-    return RouteUse("sparse", True, reason, t.where(source.cls))
+        proposals = []
+        for source, routes in by_source.items():
+            count = math.prod(size for _, size in source.extra)
+            row = t.graph.classes[source.cls].sizes[source.along]
+            reason = f"sums over a row read the {count} of {row} places that are not zero"
+            proposals.append(Proposal(routes, reason, t.where(source.cls)))
+        yield from candidates(t, self.name, proposals)

@@ -26,7 +26,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
+from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates, read_over
 from symjax_rewrite.kernel_selection.norms.kernel_call import (
     axes_of,
     columns_of,
@@ -40,8 +40,6 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     has_sums,
     normal_form,
 )
-from symjax_rewrite.kernel_selection.norms.selection import NAME
-from symjax_rewrite.usage_records import RouteUse
 
 
 @dataclass(slots=True)
@@ -184,8 +182,8 @@ class FrozenWeights:
             cut_share = context.device.norms.cut_share if len(products) > 1 else None
             route = FrozenRoute(products, cut_share)
             reason = f"folded into {len(members)} frozen weights, once"
-            use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-            yield from candidates(t, self.name, [([route], [use])], opens=cut_share is None)
+            proposal = Proposal([route], reason, t.where(members[0].cls))
+            yield from candidates(t, self.name, [proposal], opens=cut_share is None)
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:

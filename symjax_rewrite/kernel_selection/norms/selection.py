@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, itemsize
@@ -42,7 +42,7 @@ from symjax_rewrite.ir.term import (
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
+from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates
 from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue, epilogue
 from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRoute, axes_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
@@ -62,7 +62,7 @@ from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.norm.cost import on_gpu
 from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.usage_records import ratio_of
 
 NAME = "norm_linear"
 Compared = tuple[float, float] | None  # predicted seconds as written and with kernels
@@ -91,9 +91,8 @@ class _NormSelection:
     def __init__(self, kernels: str, device: Device) -> None:
         self.kernels, self.device = kernels, device
 
-    def found(self, t: TermGraph, need: Needed) -> list[Found]:
-        """Return the kernels and the refused candidates."""
-        refused: dict[str, RouteUse] = {}  # by reason
+    def found(self, t: TermGraph, need: Needed) -> Iterator[Found]:
+        """Yield the kernels and the refused candidates."""
         groups: dict[tuple, list[Normed]] = {}
         cache: dict[int, bool] = {}
         for cls in need.order:
@@ -103,18 +102,16 @@ class _NormSelection:
             if isinstance(found, Normed):
                 groups.setdefault(found.key, []).append(found)
             elif found is not None:
-                _refuse(refused, t, cls, found)
+                yield Refusal(NAME, found, t.where(cls))
             if found is not None and self.kernels == "auto" and not self.device.runs_pallas:
                 break  # no kernel is taken: the reason is reported once, for the first class
-        out: list[Found] = []
         for members in groups.values():
             made, reason, seconds = self._group(t, need, members)
+            where = t.where(members[0].cls)
             if made:
-                use = RouteUse(NAME, True, reason, t.where(members[0].cls), seconds=seconds)
-                out += candidates(t, NAME, [(made, [use])])
+                yield from candidates(t, NAME, [Proposal(made, reason, where, seconds)])
             else:
-                _refuse(refused, t, members[0].cls, reason, seconds)
-        return [*out, *refusals(refused.values())]
+                yield Refusal(NAME, reason, where, ratio=seconds and ratio_of(*seconds))
 
     def _group(
         self, t: TermGraph, need: Needed, members: list[Normed]
@@ -253,16 +250,6 @@ def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]
     inside = cone(given, class_operands(t.graph), read - given)
     users = (u for c in m.opened for u in need.users.get(c, ()))
     return bool(m.opened & read) or any(u not in inside for u in users)
-
-
-def _refuse(
-    refused: dict[str, RouteUse], t: TermGraph, cls: int, reason: str, seconds: Compared = None
-) -> None:
-    """Record a refused candidate at a class; equal reasons count as one entry."""
-    if reason in refused:
-        refused[reason].count += 1
-    else:
-        refused[reason] = RouteUse(NAME, False, reason, t.where(cls), seconds=seconds)
 
 
 def _exits(
