@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from symjax_rewrite import jax_internals
@@ -16,15 +17,19 @@ from symjax_rewrite.ir.term import SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 
 
-class OneClass:
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassRoute:
     """Route that computes one class, which others may read.
 
     A route computes `classes()`, of which others may read `gives()`. To compute one of them,
     `needs(cls)` are read; `array(reader, cls)` returns its value and the slots of the value's axes.
+
+    reads: the classes that are read. make: returns the value and its slots, given a reader.
     """
 
-    __slots__ = ()
     cls: int
+    reads: Sequence[int]
+    make: Callable[[Any], tuple[Any, tuple[int, ...]]]
 
     def classes(self) -> set[int]:
         return {self.cls}
@@ -32,9 +37,15 @@ class OneClass:
     def gives(self) -> set[int]:
         return {self.cls}
 
+    def needs(self, cls: int) -> Sequence[int]:
+        return self.reads
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        return self.make(emitter)
+
 
 class Proposal(NamedTuple):
-    """Routes (see `OneClass`) that are accepted together or not at all.
+    """Routes (see `ClassRoute`) that are accepted together or not at all.
 
     seconds: predicted, as written and with the routes. also: reasons and lines of further parts.
     """

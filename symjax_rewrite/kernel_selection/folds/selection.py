@@ -30,9 +30,9 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
     frame,
     schedule,
 )
-from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
+from symjax_rewrite.kernel_selection.folds.concatenated_reductions import rereads, restated
 from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
-from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
+from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.mirrored_pairs import mirrored
 from symjax_rewrite.kernel_selection.folds.named_sizes import (
     Comparisons,
@@ -41,14 +41,19 @@ from symjax_rewrite.kernel_selection.folds.named_sizes import (
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
-from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates, classes_read
+from symjax_rewrite.kernel_selection.kernel_candidate import (
+    ClassRoute,
+    Proposal,
+    candidates,
+    classes_read,
+)
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.scan import SCANS
 from symjax_rewrite.rewriting.algebra import saved_by_rules
 from symjax_rewrite.usage_records import ratio_of
 
-Route = FoldRoute | ChoiceRoute | Reread | WideRow
+Route = FoldRoute | ClassRoute
 
 
 def known_kernels(kernels: str) -> str:
@@ -185,7 +190,7 @@ class _FoldSelection:
             return {}
         folds = [r for routes in made.values() for r in routes]
         computed = {c for r in folds for c in r.classes()}
-        rows = [WideRow(t, c) for c in sorted(wide - computed)]
+        rows = [WideRow.of(t.graph, c) for c in sorted(wide - computed)]
         hidden = computed - {c for r in folds for c in r.gives()}
         wanted = hidden & classes_read(t, [*folds, *rows])
         if not wanted <= also:
@@ -322,7 +327,7 @@ class Draft:
         """Return the classes that each fold and each column selection reads."""
         return [
             *(b.reads() for _, b in self.builders),
-            *(set(c.needs(c.cls)) for c in self.choices),
+            *(set(c.reads) for c in self.choices),
         ]
 
     def finish(self, kernels: str, need: Needed, read: Counter[int]) -> list[FoldRoute]:
@@ -397,7 +402,7 @@ def _fold(
     return builder
 
 
-def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ChoiceRoute:
+def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ClassRoute:
     choice = m.exit.choice
     assert choice is not None
     count = len(t.graph.classes[m.exit.cls].sizes)
@@ -407,4 +412,4 @@ def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> Choi
     builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
     root = builder.build(choice.table.over(names))
     columns = Columns(builder, tuple(names.values())[:count], choice.place.over(names))
-    return ChoiceRoute(m.exit.cls, columns, root, choice.fill)
+    return columns.chosen(m.exit.cls, root, choice.fill)

@@ -52,7 +52,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
 )
 from symjax_rewrite.kernel_selection.folds.slices import narrowed
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, Proposal, candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
 
 MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
 
@@ -73,32 +73,29 @@ class Sparse:
     clips: bool
 
 
-@dataclass(slots=True)
-class SparseRoute(OneClass):
-    """Sum over the nonzero places of a class.
+@dataclass(frozen=True, slots=True)
+class SparseSum:
+    """Sum over the nonzero places of a class, for a reader of classes.
 
     columns: the program of the summand. roots: the steps of its factors. names: of each index of
-    the class; COLUMN is among them where the sum is by column.
+    the result; COLUMN is among them where the sum is by column. clips: as in `Sparse`.
     """
 
-    cls: int
-    source: Sparse
     columns: Columns
     roots: list[int]
     names: tuple[str, ...]
+    dtype: str
+    clips: bool
 
-    def needs(self, cls: int) -> list[int]:
-        return self.columns.needs()
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+    def __call__(self, emitter: Any) -> tuple[Any, tuple[int, ...]]:
         size, lead = self.columns.builder.sizes, self.columns.names
-        dtype = np.dtype(emitter.t.graph.classes[cls].dtype)
+        dtype = np.dtype(self.dtype)
         made, place = self.columns.steps(emitter)
         total: Any = jnp.ones((), jnp.promote_types(dtype, np.float32))
         for root in self.roots:
             total = total * made[root]
         total = jnp.broadcast_to(total, tuple(size[n] for n in lead))
-        if not self.source.clips:
+        if not self.clips:
             total = jnp.where(self.columns.inside(place), total, jnp.zeros((), total.dtype))
         if COLUMN in self.names:
             total, kept = self._by_column(total, place)
@@ -217,8 +214,8 @@ class _Finder:
         shared = {self.support(a) for a in args}
         return shared.pop() if len(shared) == 1 else None
 
-    def route(self, cls: int) -> SparseRoute | None:
-        """Return a sum over the nonzero places of a sparse class, or None."""
+    def route(self, cls: int) -> tuple[Sparse, ClassRoute] | None:
+        """Return a sum over the nonzero places of a sparse class, with this class, or None."""
         node, of = node_of(self.g, cls), self.g.classes[cls]
         if node.op != CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
             return None
@@ -229,7 +226,9 @@ class _Finder:
         routes = (self._route(cls, node, sizes, held) for held in supports)
         return next((route for route in routes if route is not None), None)
 
-    def _route(self, cls: int, node: Node, sizes: dict[int, int], held: Ref) -> SparseRoute | None:
+    def _route(
+        self, cls: int, node: Node, sizes: dict[int, int], held: Ref
+    ) -> tuple[Sparse, ClassRoute] | None:
         source = self.sources[held.cls]
         column = held.axes[source.along]
         lead = [i for i in sizes if i != column]
@@ -256,7 +255,8 @@ class _Finder:
         roots = [builder.build(a.over(names)) for a in node.args]
         columns = Columns(builder, (*(names[i] for i in lead), *extra), place)
         mine = tuple(names[i] for i in range(node.out))
-        return SparseRoute(cls, source, columns, roots, mine)
+        total = SparseSum(columns, roots, mine, self.g.classes[cls].dtype, source.clips)
+        return source, ClassRoute(cls, columns.needs(), total)
 
     def _is_steady(self, tile: PairwiseTile) -> bool:
         """Return True if no step compares a value with its reduction computed elsewhere."""
@@ -291,10 +291,9 @@ class SparseReductions:
         if t.dim_env:
             return
         finder = _Finder(t, terms.need, least, folds)
-        by_source: dict[Sparse, list[SparseRoute]] = {}
-        for route in map(finder.route, terms.need.order):
-            if route is not None:
-                by_source.setdefault(route.source, []).append(route)
+        by_source: dict[Sparse, list[ClassRoute]] = {}
+        for source, route in filter(None, map(finder.route, terms.need.order)):
+            by_source.setdefault(source, []).append(route)
         proposals = []
         for source, routes in by_source.items():
             count = math.prod(size for _, size in source.extra)
