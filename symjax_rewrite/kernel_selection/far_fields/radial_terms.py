@@ -155,8 +155,9 @@ class _TileReader:
         self.part = part
         roots = self.route.spec.tile.key[1]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
         handlers = {
-            "value": self._value, "const": self._const, "index": lambda of_row, args, dtype: _Index(of_row),
-            "apply": self._apply, "delta": self._diagonal, "diagonal": self._diagonal,
+            "value": self._value, "const": self._const, "apply": self._apply,
+            "index": lambda of_row, args, dtype: _Index(of_row),
+            "delta": self._diagonal, "diagonal": self._diagonal,
         }  # fmt: skip
         steps = self.route.steps
         unknown = {s.kind for s in steps} - set(handlers)
