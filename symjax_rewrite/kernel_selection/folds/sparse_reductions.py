@@ -22,22 +22,11 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import is_dot, is_thin
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    LEAF,
-    MAP,
-    NATIVE,
-    Node,
-    Ref,
-    is_cast,
-    over,
-)
+from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
@@ -154,7 +143,7 @@ class _Finder:
 
     def _sparse(self, cls: int) -> Sparse | None:
         """Return a class as one that is zero except at some places, or None."""
-        if node_of(self.g, cls).op != NATIVE or cls not in self.t.made_by:
+        if node_of(self.g, cls).op != op.NATIVE or cls not in self.t.made_by:
             return None
         found = gather_patterns.scattered(self.t, cls)
         if found is None or len(found.along) != 1 or elements(self.t, cls) < max(self.least, 1):
@@ -179,12 +168,12 @@ class _Finder:
     def _window(self, ref: Ref, index: int) -> tuple[tuple[int, int], Ref] | None:
         """Return (start, size) of a padded reference's interior, and the unpadded operand."""
         node = node_of(self.g, ref.cls)
-        if node.op != CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
+        if node.op != op.CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
             return None
         start = 0
         for k, (arg, size) in enumerate(zip(node.args, node.attr[1], strict=True)):
             others = [node_of(self.g, a.cls) for a in (*node.args[:k], *node.args[k + 1 :])]
-            if all(n.op == CONST and n.attr[0] == 0 for n in others):
+            if all(n.op == op.CONST and n.attr[0] == 0 for n in others):
                 return (start, int(size)), over(ref, arg)
             start += int(size)
         return None
@@ -200,16 +189,16 @@ class _Finder:
         if cls in self.sources:
             return self.g.ref(cls)
         args = node.args
-        if node.op == CONTRACT:
+        if node.op == op.CONTRACT:
             found = (self.support(a) for a in args)
             return next((s for s in found if s and all(i < node.out for i in s.axes)), None)
-        if node.op == MAP and node.attr[0] == "div":
+        if node.op == op.MAP and node.attr[0] == "div":
             args = args[:1]
-        elif node.op == MAP and node.attr[0] == "select_n":
+        elif node.op == op.MAP and node.attr[0] == "select_n":
             cases = [node_of(self.g, a.cls) for a in args[1:]]
-            zero = [c.op == CONST and c.attr[0] == 0 for c in cases]
+            zero = [c.op == op.CONST and c.attr[0] == 0 for c in cases]
             args = [a for a, is_zero in zip(args[1:], zero, strict=True) if not is_zero]
-        elif node.op != ADD and not is_cast(node):
+        elif node.op != op.ADD and not is_cast(node):
             return None
         shared = {self.support(a) for a in args}
         return shared.pop() if len(shared) == 1 else None
@@ -217,7 +206,7 @@ class _Finder:
     def route(self, cls: int) -> tuple[Sparse, ClassRoute] | None:
         """Return a sum over the nonzero places of a sparse class, with this class, or None."""
         node, of = node_of(self.g, cls), self.g.classes[cls]
-        if node.op != CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
+        if node.op != op.CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
             return None
         sizes: dict[int, Any] = dict(enumerate((*of.sizes, *node.bound)))
         if not all(isinstance(s, int) and s for s in sizes.values()):
@@ -269,7 +258,7 @@ class _Finder:
     def _is_given(self, cls: int) -> bool:
         """Return True if a class is elementwise in inputs, once this is known for its operands."""
         node = node_of(self.g, cls)
-        if node.op == LEAF or is_test_like(self.g, cls):
+        if node.op == op.LEAF or is_test_like(self.g, cls):
             return True
         return is_elementwise(node) and all(a.cls in self.given for a in node.args)
 

@@ -21,24 +21,13 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, itemsize
 from symjax_rewrite.errors import KernelError
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.step_program import Step, key_of, place_in, pruned
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    DELTA,
-    IOTA,
-    LEAF,
-    MAP,
-    SLICE,
-    TAKE,
-    Ref,
-)
+from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
@@ -66,7 +55,20 @@ from symjax_rewrite.usage_records import ratio_of
 
 NAME = "norm_linear"
 Compared = tuple[float, float] | None  # predicted seconds as written and with kernels
-LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
+LIGHT = frozenset(
+    {
+        op.MAP,
+        op.ADD,
+        op.CONTRACT,
+        op.SLICE,
+        op.CONCAT,
+        op.TAKE,
+        op.DELTA,
+        op.IOTA,
+        op.CONST,
+        op.LEAF,
+    }
+)
 MOST_PARTS = 8  # limit on results of one kernel: each result adds code
 STARTS = 8  # limit on products from which the chain of one epilogue is followed
 
