@@ -21,6 +21,7 @@ from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, is_cast, is_choice
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed, normal_form
 from symjax_rewrite.rewriting.rule import (
     ASSOCIATIVITY,
@@ -91,9 +92,8 @@ class TracedValues:
 
     def primitive(self, cls: int) -> str:
         """Return the name of the primitive of a class that no rule looks into; else no text."""
-        if self.node(cls).op != op.NATIVE or cls not in self.t.made_by:
-            return ""
-        return self.t.program.equations[self.t.made_by[cls][0]].name
+        e = self.t.maker_of(cls)
+        return "" if e is None or self.node(cls).op != op.NATIVE else e.name
 
     def mask(self, cls: int) -> IndexMask | None:
         """Return the mask that a class is; see `index_mask`."""
@@ -284,9 +284,8 @@ def _one_hot(r: TracedValues, cls: int, node: Node) -> Iterator[Found]:
         if (n := _hot_axis(r, a.cls)) is not None:
             yield SPARSITY, f"one of {n} elements of a row is nonzero", 1 - 1 / n
     if r.primitive(cls) in ("scatter", "scatter-add"):
-        base = r.node(node.args[0].cls)
         written, whole = r.elements(node.args[-1].cls), r.elements(cls)
-        if base.op == CONST and base.attr[0] == 0 and written < DENSE * whole:
+        if is_zero(r.t.graph, node.args[0].cls) and written < DENSE * whole:
             what = f"{written / whole:.0%} of an array of zeros is written"
             yield SPARSITY, what, 1 - written / whole
 

@@ -78,8 +78,7 @@ def candidates(
 
     def part(maker: Any) -> TermPart:
         gives = sorted(maker.gives())
-        made = (t.made_by[c][0] for c in gives if c in t.made_by)
-        source = next((t.program.equations[n].eqn for n in made), None)
+        source = next((e.eqn for c in gives if (e := t.maker_of(c)) is not None), None)
         by: dict[int, Any] = dict.fromkeys(gives, maker)
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 

@@ -276,10 +276,9 @@ def _parts(
 
 def _is_reversal(t: TermGraph, need: Needed, cls: int, axis: int) -> bool:
     """Return True if a class reverses a value along an axis, and no result is it."""
-    made = t.made_by.get(cls)
-    if made is None or cls in need.outside or node_of(t.graph, cls).op != NATIVE:
+    e = t.maker_of(cls)
+    if e is None or cls in need.outside or node_of(t.graph, cls).op != NATIVE:
         return False
-    e = t.program.equations[made[0]]
     return e.name == "rev" and e.eqn.params["dimensions"] == (axis,)
 
 

@@ -182,13 +182,10 @@ def _seconds(route: FoldRoute, form: FarForm, grid: Grid, fold_s: float, device:
     near = grid.side * (3 * grid.side - 2) ** (grid.dims - 1) * grid.rows * grid.run
     total = fold_s * near / (spec.rows * spec.cols)
     for side, coarser in grid.levels:
-        offsets = len(cells.apart(grid.dims, side, coarser))
-        chunks = sum(
-            -(-targets.size // cells.CHUNK)
-            for _, targets, _ in cells.apart(grid.dims, side, coarser)
-        )
+        pairs = cells.apart(grid.dims, side, coarser)
+        chunks = sum(-(-targets.size // cells.CHUNK) for _, targets, _ in pairs)
         square = grid.nodes**2 * kernels
         total += chunks * square * (2 * cells.CHUNK / peak + 2 * 4 / device.bytes_per_s)
-        total += offsets * square * 8 / device.elementwise_per_s
+        total += len(pairs) * square * 8 / device.elementwise_per_s
     moved = grid.cells * (grid.rows + grid.columns) * grid.nodes * kernels
     return total + 2 * moved / device.elementwise_per_s

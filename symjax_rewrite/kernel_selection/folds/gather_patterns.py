@@ -16,6 +16,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import is_zero
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 
@@ -78,14 +79,11 @@ def aligned(
 
 
 def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
-    if cls not in t.made_by:
-        return None
-    e = t.program.equations[t.made_by[cls][0]]
-    if e.name not in names or not all(isinstance(v, int) for v in e.invals):
+    e = t.maker_of(cls)
+    if e is None or e.name not in names or not all(isinstance(v, int) for v in e.invals):
         return None
     zeros, w, u = (int(v) for v in e.invals if isinstance(v, int))
-    node = node_of(t.graph, t.view(zeros).cls)
-    if node.op != op.CONST or node.attr[0] != 0:
+    if not is_zero(t.graph, t.view(zeros).cls):
         return None
     d, out = e.eqn.params["dimension_numbers"], e.outvals[0]
     shape, updates = (t.program.avals[v].shape for v in (out, u))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
@@ -46,6 +47,11 @@ def reads_twice(ref: Ref) -> bool:
 def elements(t: TermGraph, cls: int) -> int:
     """Return the number of elements of a class."""
     return math.prod(map(t.number, t.graph.classes[cls].sizes))
+
+
+def bytes_of(t: TermGraph, cls: int) -> int:
+    """Return the number of bytes of a class."""
+    return itemsize(t.graph.classes[cls].dtype) * elements(t, cls)
 
 
 def is_product(node: Node) -> bool:

@@ -156,10 +156,9 @@ def _summed(
 
 
 def _native_exit(t: TermGraph, cls: int) -> Exit | None:
-    if cls not in t.made_by:
+    e = t.maker_of(cls)
+    if e is None:
         return None
-    number, output = t.made_by[cls]
-    e = t.program.equations[number]
     found = scattered(t, cls, sets=False)
     if found is not None:
         sizes = dict(enumerate((*t.graph.classes[cls].sizes, *found.bound)))
@@ -168,6 +167,7 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
         return _by_key(t, keyed) if found.bound else None
     if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
         return None
+    output = t.made_by[cls][1]
     v, out, is_top_k = e.invals[0], e.outvals[output], e.name == "top_k"
     groups, out_groups = t.positions[v], t.positions[out]
     axes = (e.eqn.params["axis"],) if is_top_k else e.eqn.params["axes"]
@@ -189,11 +189,11 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
 def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     """Return the first entries of a sorted row (values or indices) as a reduction."""
     sort = node.args[0]
-    if sort.cls not in t.made_by or node_of(t.graph, sort.cls).op != op.NATIVE:
+    e = t.maker_of(sort.cls)
+    if e is None or e.name != "sort" or node_of(t.graph, sort.cls).op != op.NATIVE:
         return None
-    number, output = t.made_by[sort.cls]
-    e = t.program.equations[number]
-    if e.name != "sort" or e.eqn.params["num_keys"] != 1 or output > 1:
+    output = t.made_by[sort.cls][1]
+    if e.eqn.params["num_keys"] != 1 or output > 1:
         return None
     v, out, axis = e.invals[0], e.outvals[output], int(e.eqn.params["dimension"])
     if not isinstance(v, int) or len(t.positions[v][axis]) != 1 or not t.positions[out][axis]:

@@ -28,6 +28,7 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
@@ -172,8 +173,7 @@ class _Finder:
             return None
         start = 0
         for k, (arg, size) in enumerate(zip(node.args, node.attr[1], strict=True)):
-            others = [node_of(self.g, a.cls) for a in (*node.args[:k], *node.args[k + 1 :])]
-            if all(n.op == op.CONST and n.attr[0] == 0 for n in others):
+            if all(is_zero(self.g, a.cls) for a in (*node.args[:k], *node.args[k + 1 :])):
                 return (start, int(size)), over(ref, arg)
             start += int(size)
         return None
@@ -195,9 +195,7 @@ class _Finder:
         if node.op == op.MAP and node.attr[0] == "div":
             args = args[:1]
         elif node.op == op.MAP and node.attr[0] == "select_n":
-            cases = [node_of(self.g, a.cls) for a in args[1:]]
-            zero = [c.op == op.CONST and c.attr[0] == 0 for c in cases]
-            args = [a for a, is_zero in zip(args[1:], zero, strict=True) if not is_zero]
+            args = [a for a in args[1:] if not is_zero(self.g, a.cls)]
         elif node.op != op.ADD and not is_cast(node):
             return None
         shared = {self.support(a) for a in args}

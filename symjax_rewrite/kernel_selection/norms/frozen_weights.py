@@ -72,7 +72,7 @@ class FrozenRoute:
     def needs(self, cls: int) -> list[int]:
         m = self.products[0].normed
         found = [m.x.cls, *(p.normed.weight.cls for p in self.products)]
-        found += [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
+        found += m.columns
         found += [r.cls for r in m.scale] + [r.cls for s in m.shifts for r in s.rows]
         return found + [p.bias.cls for p in self.products if p.bias is not None]
 
@@ -189,8 +189,7 @@ class FrozenWeights:
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
     """Return True if weights and columns are frozen and the value has its own statistics."""
     g = t.graph
-    read = [m.weight.cls, *(f.cls for c in (*m.gain, *m.shifts) for f in c.columns)]
-    if not all(c in need.known for c in read) or m.dtype == "float16":
+    if not need.known.issuperset((m.weight.cls, *m.columns)) or m.dtype == "float16":
         return False
     if any(s.rows and m.added_rows(s) is None for s in m.shifts) or 0 in g.classes[m.cls].sizes:
         return False

@@ -29,7 +29,7 @@ from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.step_program import Step, key_of, place_in, pruned
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
 from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates
 from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue, epilogue
@@ -169,7 +169,7 @@ class _NormSelection:
         a bias one more. XLA multiplies by a scale that is no sum over x where the product reads x.
         """
         d, x = self.device, members[0].x.cls
-        size = partial(_bytes_of, t)
+        size = partial(bytes_of, t)
         value = itemsize(members[0].dtype) * elements(t, x)
         factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
         own = any(is_computed_from(t.graph, r.cls, (x,)) for r in factors)
@@ -211,7 +211,7 @@ def _kernel_price(t: TermGraph, route: NormRoute, d: Device) -> tuple[float, int
     """Return predicted seconds and launches of a kernel and of the sums over x that it reads."""
     x, sums = route.parts[0].members[0].x.cls, len(_sums_of_x(t, route))
     seconds, launches = on_gpu(route.group, d)
-    return seconds + sums * (_bytes_of(t, x) / d.bytes_per_s + d.launch_s), launches + sums
+    return seconds + sums * (bytes_of(t, x) / d.bytes_per_s + d.launch_s), launches + sums
 
 
 def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:
@@ -225,7 +225,7 @@ def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
     """Return the cost of a norm kernel on a GPU; elsewhere XLA runs its operations separately."""
     if not device.runs_pallas:
         return None
-    sums = len(_sums_of_x(t, route)) * _bytes_of(t, route.parts[0].members[0].x.cls)
+    sums = len(_sums_of_x(t, route)) * bytes_of(t, route.parts[0].members[0].x.cls)
     seconds, launches = _kernel_price(t, route, device)
     return Cost(
         sum(p.spec.flops for p in route.parts),
@@ -233,10 +233,6 @@ def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
         launches=launches,
         seconds=seconds,
     )
-
-
-def _bytes_of(t: TermGraph, cls: int) -> int:
-    return itemsize(t.graph.classes[cls].dtype) * elements(t, cls)
 
 
 def _count(made: list[NormRoute], members: list[Normed]) -> str:
@@ -306,9 +302,8 @@ class _NormBuilder:
     ) -> None:
         self.t, self.members, self.exit = t, members, exit_
         m = self.first = members[0]
-        read = [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
-        read += [w.weight.cls for w in members]
-        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may overflow
+        read = [*m.columns, *(w.weight.cls for w in members)]
+        self.folded = known.issuperset(read) and m.dtype != "float16"  # γ·W may overflow
         sizes = t.graph.classes[m.x.cls].sizes
         slots = tuple(m.x.axes.index(i) for i in m.contracted)
         self.sizes = [t.jax_size(s) for s in sizes]
