@@ -259,8 +259,8 @@ class _Reader:
         kind, data, args, dtype = self.steps[step]
         out: Linear | None = None
         if kind == "const":
-            whole = not isinstance(data, (complex, bool)) and float(data).is_integer()
-            out = {ONE: int(data)} if whole else None
+            if not isinstance(data, (complex, bool)) and float(data).is_integer():
+                out = {ONE: int(data)}
         elif kind == "index":
             out = {ROW if data else COLUMN: 1}
         elif kind == "value":

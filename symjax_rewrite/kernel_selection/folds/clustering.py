@@ -95,6 +95,12 @@ class Cluster:
     def pairs(self) -> int:
         return max(c.pairs for c in self.members)
 
+    @property
+    def where(self) -> str:
+        """Return the user's line of its first reduction."""
+        first = self.members[0]
+        return first.pair.t.where(first.exit.cls)
+
     def extent(self) -> Dim:
         """Return the number of pairs, as an expression in named sizes."""
         widest = max(self.members, key=lambda m: m.pairs)

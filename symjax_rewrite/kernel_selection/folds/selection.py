@@ -156,8 +156,8 @@ class _FoldSelection:
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # Terms of refused clusters are materialised, so that other folds need more.
             made = self._routes(t, need, found)
-        refused = [_refusal(t, cluster) for cluster in found if cluster.reason]
-        return [_proposal(t, found[n], made[n]) for n in sorted(made)], refused
+        refused = [_refusal(cluster) for cluster in found if cluster.reason]
+        return [_proposal(found[n], made[n]) for n in sorted(made)], refused
 
     def _routes(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
@@ -277,22 +277,18 @@ def _note_seconds(cluster: Cluster, folds: Sequence[FoldRoute], device: Device) 
         cluster.seconds = cluster.seconds[0], sum(prices)
 
 
-def _refusal(t: TermGraph, cluster: Cluster) -> Refusal:
-    ratio = cluster.seconds and ratio_of(*cluster.seconds)
-    return Refusal("fold", cluster.reason, _where(t, cluster), 1, ratio, cluster.by_size)
+def _refusal(c: Cluster) -> Refusal:
+    ratio = c.seconds and ratio_of(*c.seconds)
+    return Refusal("fold", c.reason, c.where, ratio=ratio, by_size=c.by_size)
 
 
-def _where(t: TermGraph, cluster: Cluster) -> str:
-    return t.where(cluster.members[0].exit.cls)
-
-
-def _proposal(t: TermGraph, cluster: Cluster, made: list[Route]) -> Proposal:
+def _proposal(cluster: Cluster, made: list[Route]) -> Proposal:
     backends = sorted({r.backend for r in made if isinstance(r, FoldRoute)} - {"auto"})
     by = f" ({', '.join(backends)})" if backends else ""
     stored = f"{cluster.extent()} pairs are never stored{by}{cluster.memory}"
     if any(isinstance(r, FoldRoute) and r.compute for r in made):
         stored += "; each is computed once"
-    return Proposal(made, stored, _where(t, cluster), cluster.seconds)
+    return Proposal(made, stored, cluster.where, cluster.seconds)
 
 
 class Draft:
