@@ -163,8 +163,9 @@ class Call:
         original, joint = self._traced(primals, live, moving)
         if not joint.closed.effects:
             optimised = self.worker.optimised(joint.closed)
-            is_plain = original.closed is self.closed and not _has_calls(self.closed)
-            if optimised is None and is_plain:
+            # JAX would not ask an optimised program inside for its own halves.
+            has_calls = jax_internals.has_primitive(self.closed, "sym_call")
+            if optimised is None and original.closed is self.closed and not has_calls:
                 return None
             halves = joint.halves(optimised or joint.closed, primals)
             if halves is not None:
@@ -219,11 +220,6 @@ class Call:
             return self.closed
         kernel = lambda loop: loop_kernel(loop, options, device, gradient=True)  # noqa: E731
         return before_derivatives(self.closed, device, kernel, trees)
-
-
-def _has_calls(closed: ClosedJaxpr) -> bool:
-    """Return True if an optimised program stands inside: JAX would not ask for its own halves."""
-    return jax_internals.has_primitive(closed, "sym_call")
 
 
 def _forwarded(closed: ClosedJaxpr, runs: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:

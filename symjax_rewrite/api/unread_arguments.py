@@ -45,15 +45,13 @@ def with_ones(closed: ClosedJaxpr, values: Sequence[Any], read: Sequence[bool]) 
         return closed
 
     def run(*given: Any) -> list[Any]:
-        pairs = enumerate(zip(given, closed.in_avals, strict=True))
-        full = [_ones(aval) if k in free else x for k, (x, aval) in pairs]
+        full = list(given)
+        for k in free:
+            aval = closed.in_avals[k]
+            full[k] = jax_internals.with_aval(jnp.ones(aval.shape, aval.dtype), aval)
         return jax_internals.eval_jaxpr(closed, *full)
 
     return jax_internals.make_jaxpr(run, *values)[0]
-
-
-def _ones(aval: Any) -> Any:
-    return jax_internals.with_aval(jnp.ones(aval.shape, aval.dtype), aval)
 
 
 def _is_smooth_in(equations: Sequence[Equation], value: int) -> bool:

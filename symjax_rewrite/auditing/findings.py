@@ -131,7 +131,8 @@ def _readings(
     """Yield the terms of a program and of the bodies in it."""
     program = flatten(closed)
     t = build(program)
-    yield TracedValues(t, needed(t), sample)
+    t.sample = sample
+    yield TracedValues(t, needed(t))
     for e in program.equations:
         for body in bodies_run(e.eqn, device):
             yield from _readings(body, device, sample)

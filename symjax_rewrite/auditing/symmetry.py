@@ -13,13 +13,9 @@ from typing import Any
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, MAP, REDUCE, Node, Ref
+from symjax_rewrite.kernel_selection.folds.tile_symmetry import COMMUTING, PARITY
 
-EVEN = frozenset({"abs", "cos", "cosh", "square"})
-ODD = frozenset(
-    "neg sin tan tanh sinh asin atan asinh atanh erf sign cbrt reciprocal convert_element_type "
-    "copy".split()
-)
-COMMUTATIVE = frozenset({"max", "min", "eq", "ne", "and", "or", "xor"})
+ODD = dict.fromkeys(("neg", "reciprocal", "convert_element_type", "copy"), 1)
 MOST_PERMUTED = 3  # bound indices of a product that are tried in every order
 MOST_TERMS = 8  # operands of a sum or product that are matched with each other
 
@@ -78,13 +74,14 @@ class Parity:
             return self._product(list(moved), list(node.args))
         signs = [self.same(a, b) for a, b in zip(moved, node.args, strict=True)]
         name = node.attr[0] if node.op == MAP else node.attr
-        if None in signs and name in COMMUTATIVE and len(moved) == 2:
+        if None in signs and name in COMMUTING and len(moved) == 2:
             signs = [self.same(a, b) for a, b in zip(moved, reversed(node.args), strict=True)]
         if None in signs:
             return None
-        if all(s == 1 for s in signs) or (len(signs) == 1 and name in EVEN):
+        parity = (PARITY | ODD).get(name) if len(signs) == 1 else None
+        if all(s == 1 for s in signs) or parity == 0:
             return 1
-        return -1 if len(signs) == 1 and name in ODD else None
+        return -1 if parity else None
 
     def _pairs(self, node: Node, moved: Sequence[Ref], sign: int) -> bool:
         """Return True if the exchanged terms of a sum are its terms, times a sign."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from symjax_rewrite.auditing.index_masks import IndexMask, index_mask
 from symjax_rewrite.auditing.symmetry import Parity
@@ -18,9 +18,10 @@ from symjax_rewrite.cost.term_cost import is_dot
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, node_of
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.sizes import from_jax, value
+from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, is_cast, is_choice
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed, normal_form
 from symjax_rewrite.rewriting.rule import (
     ASSOCIATIVITY,
@@ -51,11 +52,10 @@ class Trait(NamedTuple):
 
 @dataclass(slots=True)
 class TracedValues:
-    """A program's terms as finders read them; sample: numbers for named sizes."""
+    """A program's terms as finders read them."""
 
     t: TermGraph
     need: Needed
-    sample: dict[str, int]
     _masks: dict[int, IndexMask | None] = field(default_factory=dict)
     _normed: dict[int, bool] = field(default_factory=dict)
 
@@ -65,15 +65,11 @@ class TracedValues:
 
     def sizes(self, cls: int) -> list[int]:
         """Return the sizes of a class's slots as numbers."""
-        return [self.number(s) for s in self.t.graph.classes[cls].sizes]
+        return [self.t.number(s) for s in self.t.graph.classes[cls].sizes]
 
     def elements(self, cls: int) -> int:
         """Return the number of elements of a class."""
         return prod(self.sizes(cls))
-
-    def number(self, size: Any) -> int:
-        """Return a size as a number."""
-        return value(size, self.sample)
 
     def readers(self, cls: int) -> list[int]:
         """Return the classes that read a class; none of a class that results or effects read."""
@@ -96,9 +92,8 @@ class TracedValues:
 
     def primitive(self, cls: int) -> str:
         """Return the name of the primitive of a class that no rule looks into; else no text."""
-        if self.node(cls).op != op.NATIVE or cls not in self.t.made_by:
-            return ""
-        return self.t.program.equations[self.t.made_by[cls][0]].name
+        e = self.t.maker_of(cls)
+        return "" if e is None or self.node(cls).op != op.NATIVE else e.name
 
     def mask(self, cls: int) -> IndexMask | None:
         """Return the mask that a class is; see `index_mask`."""
@@ -140,7 +135,7 @@ def _exponential_sums(r: TracedValues, cls: int, node: Node) -> Iterator[Found]:
         return
     exponent = inner.args[0].cls  # a difference or a product, not a constant
     if r.node(exponent).op in (ADD, CONTRACT) and r.depends_on_input(exponent):
-        n = prod(map(r.number, node.bound))
+        n = prod(map(r.t.number, node.bound))
         yield (
             ASSOCIATIVITY,
             f"softmax over {n}: blocks merge by the state (max, Σexp, Σexp·v)",
@@ -165,13 +160,13 @@ def _prefixes_and_ends(r: TracedValues, cls: int, node: Node) -> Iterator[Found]
     if node.op == op.CUMSUM or name in PREFIXES:
         what = f"{name or op.CUMSUM}: prefixes of a monoid, which chunks can share"
         yield ASSOCIATIVITY, what, None
-    if name == "top_k" and (k := r.sizes(cls)[-1]) < (n := r.number(node.bound[-1])):
+    if name == "top_k" and (k := r.sizes(cls)[-1]) < (n := r.t.number(node.bound[-1])):
         what = f"the {k} best of {n}: the best of two blocks are among the best of each"
         yield ASSOCIATIVITY, what, None
     users = r.readers(cls) if name == "sort" else []
     if users and all(r.node(u).op == op.SLICE for u in users):
         eqn = r.t.program.equations[r.t.made_by[cls][0]].eqn
-        n = r.number(from_jax(eqn.invars[0].aval.shape[eqn.params["dimension"]]))  # pyright: ignore
+        n = r.t.number(from_jax(eqn.invars[0].aval.shape[eqn.params["dimension"]]))  # pyright: ignore
         k = max(map(r.elements, users)) * n // max(r.elements(cls), 1)
         what = f"{k} of {n} sorted places are read: the best of two blocks merge"
         if k < n:
@@ -185,10 +180,10 @@ def _low_rank(r: TracedValues, cls: int, node: Node) -> Iterator[Found]:
     """Find products of two thin matrices that only linear operations read."""
     if not is_dot(node) or cls in r.need.outside:
         return
-    rank = prod(map(r.number, node.bound))
+    rank = prod(map(r.t.number, node.bound))
     a, b = (
         prod(
-            r.number(r.t.graph.classes[cls].sizes[i])
+            r.t.number(r.t.graph.classes[cls].sizes[i])
             for i in set(x.axes) - set(y.axes)
             if i < node.out
         )
@@ -289,9 +284,8 @@ def _one_hot(r: TracedValues, cls: int, node: Node) -> Iterator[Found]:
         if (n := _hot_axis(r, a.cls)) is not None:
             yield SPARSITY, f"one of {n} elements of a row is nonzero", 1 - 1 / n
     if r.primitive(cls) in ("scatter", "scatter-add"):
-        base = r.node(node.args[0].cls)
         written, whole = r.elements(node.args[-1].cls), r.elements(cls)
-        if base.op == CONST and base.attr[0] == 0 and written < DENSE * whole:
+        if is_zero(r.t.graph, node.args[0].cls) and written < DENSE * whole:
             what = f"{written / whole:.0%} of an array of zeros is written"
             yield SPARSITY, what, 1 - written / whole
 
@@ -320,7 +314,7 @@ def _copies(r: TracedValues) -> Iterator[Trait]:
     for e in r.t.program.equations:
         if e.name not in ("dot_general", "conv_general_dilated"):
             continue
-        view, sizes = r.t.view(e.outvals[0]), map(r.number, r.t.sizes[e.outvals[0]])
+        view, sizes = r.t.view(e.outvals[0]), map(r.t.number, r.t.sizes[e.outvals[0]])
         if view.cls not in r.need.uses:
             continue
         copies = prod(n for i, n in enumerate(sizes) if i not in view.axes)

@@ -28,11 +28,11 @@ from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise, reads_twice
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Band
-from symjax_rewrite.usage_records import RouteUse, ratio_of
+from symjax_rewrite.usage_records import ratio_of
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidate numbers of blocks
 
@@ -46,36 +46,23 @@ class RowBlock(NamedTuple):
     high: int
 
 
-@dataclass(slots=True)
-class BandedRoute(OneClass):
-    """Product with a banded matrix, computed in blocks of rows.
+def _route(t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> ClassRoute:
+    """Return a product with a matrix that is banded over `row`, computed in blocks of rows."""
+    node, dtype = node_of(t.graph, cls), t.graph.classes[cls].dtype
 
-    row, column: indices of the product: the row of the matrix, and the summed index.
-    """
-
-    t: TermGraph
-    cls: int
-    row: int
-    column: int
-    blocks: tuple[RowBlock, ...]
-
-    def needs(self, cls: int) -> list[int]:
-        return [a.cls for a in node_of(self.t.graph, cls).args]
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        node, info = node_of(self.t.graph, cls), self.t.graph.classes[cls]
+    def make(emitter: Any) -> tuple[Any, tuple[int, ...]]:
         operands = [(emitter.array(a.cls), a.axes) for a in node.args]
-        sizes = _space(self.t, cls)
-        parts, order = [], ()
-        for b in self.blocks:
-            ends = {self.row: (b.start, b.stop), self.column: (b.low, b.high)}
-            sizes[self.row], sizes[self.column] = b.stop - b.start, b.high - b.low
+        sizes, parts, order = _space(t, cls), [], ()
+        for b in blocks:
+            ends = {row: (b.start, b.stop), node.out: (b.low, b.high)}
+            sizes[row], sizes[node.out] = b.stop - b.start, b.high - b.low
             cut = [_cut(x.data, tuple(axes[s] for s in x.slots), ends) for x, axes in operands]
-            names, space = self.t.primitives, tuple(sizes)
-            data, made = term_lowering.lower_node(node, cut, space, info.dtype, names)
+            data, made = term_lowering.lower_node(node, cut, tuple(sizes), dtype, t.primitives)
             order = order or made
-            parts.append(term_lowering.arrange(data, made, order, space))
-        return lax.concatenate(parts, order.index(self.row)), order
+            parts.append(term_lowering.arrange(data, made, order, tuple(sizes)))
+        return lax.concatenate(parts, order.index(row)), order
+
+    return ClassRoute(cls, [a.cls for a in node.args], make)
 
 
 def _cut(
@@ -125,9 +112,8 @@ class _BandedSelection:
                 where = t.where(cls)
                 if margins.pays(*seconds, "banded", self.device):
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
-                    use = RouteUse("banded", True, reason, where, seconds=seconds)
-                    route = BandedRoute(t, cls, row, node.out, blocks)
-                    yield from candidates(t, "banded", [([route], [use])])
+                    proposal = Proposal([_route(t, cls, row, blocks)], reason, where, seconds)
+                    yield from candidates(t, "banded", [proposal])
                     break
                 least = margins.margin("banded", self.device)
                 reason = Obstacle.COST(f"predicted gain of blocks is below {least}")

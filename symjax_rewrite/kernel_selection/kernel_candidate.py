@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Refusal
+from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import Cost
@@ -14,24 +15,46 @@ from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.usage_records import RouteUse
 
 
-class OneClass:
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassRoute:
     """Route that computes one class, which others may read.
 
     A route computes `classes()`, of which others may read `gives()`. To compute one of them,
     `needs(cls)` are read; `array(reader, cls)` returns its value and the slots of the value's axes.
+
+    reads: the classes that are read. make: returns the value and its slots, given a reader.
     """
 
-    __slots__ = ()
     cls: int
+    reads: Sequence[int]
+    make: Callable[[Any], tuple[Any, tuple[int, ...]]]
 
     def classes(self) -> set[int]:
         return {self.cls}
 
     def gives(self) -> set[int]:
         return {self.cls}
+
+    def needs(self, cls: int) -> Sequence[int]:
+        return self.reads
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        return self.make(emitter)
+
+
+class Proposal(NamedTuple):
+    """Routes (see `ClassRoute`) that are accepted together or not at all.
+
+    seconds: predicted, as written and with the routes. also: reasons and lines of further parts.
+    """
+
+    routes: Sequence[Any]
+    reason: str
+    where: str
+    seconds: tuple[float, float] | None = None
+    also: tuple[tuple[str, str], ...] = ()
 
 
 def read_over(
@@ -47,33 +70,22 @@ def read_over(
 
 
 def candidates(
-    t: TermGraph,
-    name: str,
-    groups: Sequence[tuple[Sequence[Any], Sequence[RouteUse]]],
-    opens: bool = False,
+    t: TermGraph, name: str, proposals: Sequence[Proposal], opens: bool = False
 ) -> list[Candidate]:
-    """Return candidates of routes; the routes of a group are accepted together or not at all.
-
-    Args:
-        t: the program's terms.
-        name: of the candidates.
-        groups: routes (see `OneClass`) that belong together, and their report entries.
-        opens: later passes see their equations.
-    """
-    routes = [m for makers, _ in groups for m in makers]
+    """Return the candidates of proposals; with `opens`, later passes see their equations."""
+    routes = [m for p in proposals for m in p.routes]
     links, wide = _exchanged(t, routes)
 
     def part(maker: Any) -> TermPart:
         gives = sorted(maker.gives())
-        made = (t.made_by[c][0] for c in gives if c in t.made_by)
-        source = next((t.program.equations[n].eqn for n in made), None)
+        source = next((e.eqn for c in gives if (e := t.maker_of(c)) is not None), None)
         by: dict[int, Any] = dict.fromkeys(gives, maker)
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 
     shown = _shown(t, routes)
     links.update((c, t.program.new_value(_aval(t, c))) for c in shown)
     out = []
-    for makers, (use, *more) in groups:
+    for makers, reason, where, seconds, also in proposals:
         gives = {c for m in makers for c in m.gives()}
         first = {c for m in makers for own in m.gives() for c in m.needs(own)} & shown
         reads = [frozenset({c}) for c in sorted(first)]
@@ -83,12 +95,11 @@ def candidates(
             Candidate(
                 name,
                 (*map(part, makers), *(TermPart(t, own=own, links=links) for own in reads)),
-                use.where,
-                use.reason,
-                before=use.seconds and Cost(seconds=use.seconds[0]),
-                after=use.seconds and Cost(seconds=use.seconds[1]),
-                count=use.count,
-                also=tuple((u.reason, u.where) for u in more),
+                where,
+                reason,
+                before=seconds and Cost(seconds=seconds[0]),
+                after=seconds and Cost(seconds=seconds[1]),
+                also=also,
                 hidden=frozenset(v for c in inside for v in t.values_of(c)),
             )
         )
@@ -134,10 +145,3 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
     operands = class_operands(t.graph)
     ends = {c for m in makers for own in m.gives() for c in m.needs(own)}
     return cone(ends, lambda c: operands(c) if c not in given and value_of(c) is None else ())
-
-
-def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
-    """Return the refusals of candidates that are not proposed."""
-    return [
-        Refusal(u.name, u.reason, u.where, u.count, u.ratio, u.by_size) for u in uses if not u.taken
-    ]

@@ -259,7 +259,8 @@ class _Reader:
         kind, data, args, dtype = self.steps[step]
         out: Linear | None = None
         if kind == "const":
-            out = {ONE: int(data)} if _is_integer(data) else None
+            if not isinstance(data, (complex, bool)) and float(data).is_integer():
+                out = {ONE: int(data)}
         elif kind == "index":
             out = {ROW if data else COLUMN: 1}
         elif kind == "value":
@@ -300,12 +301,6 @@ def _meet(regions: Iterable[MaskRegion]) -> MaskRegion:
 
 
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
-
-
-def _is_integer(value: Any) -> bool:
-    if isinstance(value, (complex, bool)):
-        return False
-    return math.isfinite(value) and float(value).is_integer()
 
 
 def _is_low(value: Any, dtype: str) -> bool:

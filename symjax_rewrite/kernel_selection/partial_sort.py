@@ -32,9 +32,8 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
+from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates, read_over
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
 NARROW = SELECTED[1:]
@@ -210,8 +209,7 @@ class PartialSorts:
             if route is None:
                 yield Refusal(self.name, reason, e.where())
             else:
-                use = RouteUse(self.name, True, reason, e.where())
-                yield from candidates(t, self.name, [([route], [use])])
+                yield from candidates(t, self.name, [Proposal([route], reason, e.where())])
 
 
 def _top_k(t: TermGraph, e: Equation) -> tuple[SelectionRoute, str] | None:
@@ -278,10 +276,9 @@ def _parts(
 
 def _is_reversal(t: TermGraph, need: Needed, cls: int, axis: int) -> bool:
     """Return True if a class reverses a value along an axis, and no result is it."""
-    made = t.made_by.get(cls)
-    if made is None or cls in need.outside or node_of(t.graph, cls).op != NATIVE:
+    e = t.maker_of(cls)
+    if e is None or cls in need.outside or node_of(t.graph, cls).op != NATIVE:
         return False
-    e = t.program.equations[made[0]]
     return e.name == "rev" and e.eqn.params["dimensions"] == (axis,)
 
 

@@ -9,6 +9,7 @@ so that `where(r2 > 0, ..)`, `maximum(r2, 1e-30)` and masks of the diagonal need
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,8 +155,9 @@ class _TileReader:
         self.part = part
         roots = self.route.spec.tile.key[1]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
         handlers = {
-            "value": self._value, "const": self._const, "index": self._index,
-            "apply": self._apply, "delta": self._delta, "diagonal": self._diagonal,
+            "value": self._value, "const": self._const, "apply": self._apply,
+            "index": lambda of_row, args, dtype: _Index(of_row),
+            "delta": self._diagonal, "diagonal": self._diagonal,
         }  # fmt: skip
         steps = self.route.steps
         unknown = {s.kind for s in steps} - set(handlers)
@@ -205,16 +207,9 @@ class _TileReader:
             return bool(value)
         return {ONE: float(value)} if value else {}
 
-    def _index(self, of_row: bool, args: list[Any], dtype: str) -> Any:
-        return _Index(of_row)
-
-    def _delta(self, data: Any, args: list[Any], dtype: str) -> Any:
-        self.diagonal = True
-        return {} if dtype != "bool" else False
-
     def _diagonal(self, data: Any, args: list[Any], dtype: str) -> Any:
         self.diagonal = True
-        return {}
+        return {} if dtype != "bool" else False
 
     def _apply(self, data: Any, args: list[Any], dtype: str) -> Any:
         op, attr = data
@@ -368,15 +363,8 @@ def _converted(value: Any, dtype: str) -> Any:
 
 
 _ORDER: dict[str, Callable[[Any, Any], bool]] = {
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
+    name: getattr(operator, name) for name in ("gt", "ge", "lt", "le", "eq", "ne")
 }
 _LOGIC: dict[str, Callable[..., bool]] = {
-    "and": lambda a, b: a and b,
-    "or": lambda a, b: a or b,
-    "not": lambda a: not a,
-}
+    "and": operator.and_, "or": operator.or_, "not": operator.not_
+}  # fmt: skip

@@ -8,10 +8,10 @@ and computes the fold where the bound is too large.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,27 +33,15 @@ from symjax_rewrite.kernel_selection.far_fields.radial_terms import (
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.kernel_selection.folds.selection import taken_folds
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
-from symjax_rewrite.usage_records import RouteUse, ratio_of
+from symjax_rewrite.usage_records import ratio_of
 
 SIDES = {1: (8, 16, 32, 64, 128), 2: (4, 6, 8, 12, 16, 24, 32, 48), 3: (4, 6, 8, 12, 16)}
 MOST_NODES = 216  # of a cell: the tables of translations hold its square for every offset
 MOST_ORDER = 10
 DRAWN = 2000  # points drawn to estimate sums
-
-
-@dataclass(slots=True)
-class FarFieldRoute(FoldRoute):
-    """A fold whose sums over cells apart are approximated."""
-
-    far: FarField | None = None
-    all_pairs: FoldRoute | None = None
-
-    def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        assert self.far is not None and self.all_pairs is not None
-        return approximate(self.far, self.all_pairs.folded, arrays)
 
 
 class FarFields:
@@ -70,30 +58,26 @@ class FarFields:
             return
         if not always and jax_internals.may_be_partitioned():
             return
-        for route, use in taken_folds(program, context):
-            fold_s = use.seconds[1] if use.seconds else math.nan
+        for route, fold in taken_folds(program, context):
+            before_s, fold_s = fold.seconds or (math.nan, math.nan)
             try:
                 form = far_form(route)
                 plan = _planned(route, form, numerics.rtol, device)
             except NoFarFieldError as error:
-                yield Refusal(self.name, str(error), use.where)
+                yield Refusal(self.name, str(error), fold.where)
                 continue
             if not always and not margins.pays(fold_s, plan.seconds, "far_field", device):
                 reason = f"predicted gain is below {margins.margin('far_field', device)}"
-                yield Refusal(self.name, reason, use.where, ratio=ratio_of(fold_s, plan.seconds))
+                yield Refusal(self.name, reason, fold.where, ratio=ratio_of(fold_s, plan.seconds))
                 continue
-            seconds = (use.seconds or (math.nan, math.nan))[0], plan.seconds
             reason = f"{plan.grid.side}^{plan.grid.dims} cells, order {plan.grid.order}; "
             reason += "bounded at run time, else the fold"
-            made = RouteUse(self.name, True, reason, use.where, seconds=seconds)
             far = FarField(route.spec, form, plan.grid, numerics.rtol)
-            yield from candidates(terms.t, self.name, [([_routed(route, far, plan)], [made])])
-
-
-def _routed(route: FoldRoute, far: FarField, plan: _GridPlan) -> FarFieldRoute:
-    common = {f.name: getattr(route, f.name) for f in fields(FoldRoute)}
-    common["price"] = partial(_cost, route.spec, plan)
-    return FarFieldRoute(**common, far=far, all_pairs=route)
+            compute = partial(approximate, far, route.folded)
+            price = partial(_cost, route.spec, plan)
+            made = replace(route, compute=compute, price=price)
+            proposal = Proposal([made], reason, fold.where, (before_s, plan.seconds))
+            yield from candidates(terms.t, self.name, [proposal])
 
 
 def _cost(spec: FoldSpec, plan: _GridPlan, device: Device) -> Cost:
@@ -198,13 +182,10 @@ def _seconds(route: FoldRoute, form: FarForm, grid: Grid, fold_s: float, device:
     near = grid.side * (3 * grid.side - 2) ** (grid.dims - 1) * grid.rows * grid.run
     total = fold_s * near / (spec.rows * spec.cols)
     for side, coarser in grid.levels:
-        offsets = len(cells.apart(grid.dims, side, coarser))
-        chunks = sum(
-            -(-targets.size // cells.CHUNK)
-            for _, targets, _ in cells.apart(grid.dims, side, coarser)
-        )
+        pairs = cells.apart(grid.dims, side, coarser)
+        chunks = sum(-(-targets.size // cells.CHUNK) for _, targets, _ in pairs)
         square = grid.nodes**2 * kernels
         total += chunks * square * (2 * cells.CHUNK / peak + 2 * 4 / device.bytes_per_s)
-        total += offsets * square * 8 / device.elementwise_per_s
+        total += len(pairs) * square * 8 / device.elementwise_per_s
     moved = grid.cells * (grid.rows + grid.columns) * grid.nodes * kernels
     return total + 2 * moved / device.elementwise_per_s

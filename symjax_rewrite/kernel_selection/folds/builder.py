@@ -71,7 +71,7 @@ class FoldRoute:
     inputs: per operand its class and, for each slot, an axis name or one index. rows: the epilogue;
     without an epilogue the row algebra is computed outside. steps: the tile program. wide: classes
     that folds exchange in f32; with None every step rounds as the program does. price: returns the
-    fold's cost on a device.
+    fold's cost on a device. compute: returns all results of the operands; None: the fold itself.
     """
 
     spec: FoldSpec
@@ -82,6 +82,7 @@ class FoldRoute:
     steps: list[Step]
     wide: frozenset[int] | None = None
     price: Callable[[Device], Cost] | None = None
+    compute: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
 
     def classes(self) -> set[int]:
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
@@ -117,6 +118,8 @@ class FoldRoute:
 
     def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Return all results of the fold of its operands."""
+        if self.compute is not None:
+            return self.compute(arrays)
         return fold(self.spec, *arrays, backend=self.backend)
 
     def wide_classes(self) -> set[int]:

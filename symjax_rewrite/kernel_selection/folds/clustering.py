@@ -38,6 +38,7 @@ from symjax_rewrite.kernel_selection.folds.reductions import (
 from symjax_rewrite.kernel_selection.folds.vanishing_gradients import vanishing, without
 from symjax_rewrite.obstacles import Obstacle
 
+_OPENED = {MAP, ADD, CONTRACT, SLICE, CONCAT, NATIVE}
 _EXACT = {"max", "min"}  # independent of the order of reduction
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -93,6 +94,12 @@ class Cluster:
     @property
     def pairs(self) -> int:
         return max(c.pairs for c in self.members)
+
+    @property
+    def where(self) -> str:
+        """Return the user's line of its first reduction."""
+        first = self.members[0]
+        return first.pair.t.where(first.exit.cls)
 
     def extent(self) -> Dim:
         """Return the number of pairs, as an expression in named sizes."""
@@ -159,17 +166,13 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
         if k not in heavy:
             _join(out, c)
     natives = [c for c in need.order if node_of(t.graph, c).op == NATIVE]
-    random = _after(need, [c for c in natives if _name(t, c).startswith(_RANDOM)])
+    draws = [c for c in natives if _name(t, c).startswith(_RANDOM)]
+    random = cone(draws, lambda cls: need.users.get(cls, ()))
     for cluster in out:
         cluster.ids = _shared_indices(cluster)
         _turn(cluster)
         cluster.reason = _refused(t, need, cluster, random)
     return out
-
-
-def _after(need: Needed, classes: Iterable[int]) -> set[int]:
-    """Return some classes and everything computed from them."""
-    return cone(classes, lambda cls: need.users.get(cls, ()))
 
 
 def _join(found: list[Cluster], c: ClusterMember) -> None:
@@ -190,7 +193,7 @@ def _candidate(
     found = exit_of(t, cls)
     if found is None or not all(map(t.is_positive, found.sizes.values())):
         return None
-    if not any(_may_open(t, a) for a in found.args):
+    if not any(a.axes and node_of(t.graph, a.cls).op in _OPENED for a in found.args):
         return None
     keyed = found.kind == "keyed"
     has_names = not all(isinstance(s, int) for s in found.sizes.values())
@@ -258,11 +261,6 @@ def _single(
         return None
     widest = max(max(elements(t, r.cls) for r in paired.tile.operands), paired.pairs)
     return paired if widest >= least else None
-
-
-def _may_open(t: TermGraph, ref: Ref) -> bool:
-    node = node_of(t.graph, ref.cls)
-    return bool(ref.axes) and node.op in (MAP, ADD, CONTRACT, SLICE, CONCAT, NATIVE)
 
 
 def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
@@ -352,9 +350,8 @@ def _name(t: TermGraph, cls: int) -> str:
     node = node_of(t.graph, cls)
     if node.op == MAP:
         return str(node.attr[0])
-    if cls in t.made_by:
-        return t.program.equations[t.made_by[cls][0]].name
-    return str(node.op)
+    e = t.maker_of(cls)
+    return str(node.op) if e is None else e.name
 
 
 def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> str:
@@ -382,7 +379,7 @@ def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> 
             )
     if any(ref.cls in random for c in cluster.members for ref in c.tile.whole):
         return Obstacle.RANDOM("the pairwise term depends on random numbers")
-    return _compared(t, cluster, _after(need, exits))
+    return _compared(t, cluster, cone(exits, lambda cls: need.users.get(cls, ())))
 
 
 def _compared(t: TermGraph, cluster: Cluster, after: set[int]) -> str:

@@ -9,7 +9,7 @@ the same graph. The routes decide which of the two classes is computed from the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.extremum_ties import opposed
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
 from symjax_rewrite.kernel_selection.folds.slices import entry_along, narrowed, sliced
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
+from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute
 
 _JOINED = {(REDUCE, monoid) for monoid in ("max", "min", "and", "or")}
 
@@ -33,19 +33,14 @@ class Pieces(NamedTuple):
     refs: tuple[Ref, ...]
 
 
-@dataclass(slots=True)
-class Reread(OneClass):
-    """Class computed by reindexing another class."""
+def _reread(cls: int, source: Ref) -> ClassRoute:
+    """Return a class computed by reindexing another class."""
 
-    cls: int
-    source: Ref
+    def make(emitter: Any) -> tuple[Any, tuple[int, ...]]:
+        array = emitter.array(source.cls)
+        return array.data, tuple(source.axes[s] for s in array.slots)
 
-    def needs(self, cls: int) -> list[int]:
-        return [self.source.cls]
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        array = emitter.array(self.source.cls)
-        return array.data, tuple(self.source.axes[s] for s in array.slots)
+    return ClassRoute(cls, [source.cls], make)
 
 
 def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] | None:
@@ -213,21 +208,17 @@ class Restated:
         return None
 
 
-def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:
+def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[ClassRoute]:
     """Choose whether the old or the new class is read from the other, given the routed classes.
 
     hidden: classes that exist only within a kernel, so that no reader of the old class remains.
     """
-    out: list[Reread] = []
+    out: list[ClassRoute] = []
     for old, new in found.to.items():
         if new.cls in hidden:
             continue
         if old in found.joined or new.cls in routed:
-            out.append(Reread(old, new))
+            out.append(_reread(old, new))
         else:
-            out.append(Reread(new.cls, _inverse(old, new)))
+            out.append(_reread(new.cls, Ref(old, tuple(map(new.axes.index, range(len(new.axes)))))))
     return out
-
-
-def _inverse(old: int, new: Ref) -> Ref:
-    return Ref(old, tuple(map(new.axes.index, range(len(new.axes)))))

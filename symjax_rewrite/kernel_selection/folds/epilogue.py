@@ -21,7 +21,7 @@ from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.step_program import Step, StepProgram, key_of, place_in, pruned, run
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of
 from symjax_rewrite.kernel_selection.folds.reductions import Exit, Form, Piece
 from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, held_dtypes
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
@@ -241,11 +241,7 @@ def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[
     """Return the classes inside the epilogue that make the fold's outputs smaller."""
 
     def weight(inside: set[int]) -> int:
-        classes = around.t.graph.classes
-        return sum(
-            elements(around.t, c) * np.dtype(classes[c].dtype).itemsize
-            for c in _exits(around, inside)
-        )
+        return sum(bytes_of(around.t, c) for c in _exits(around, inside))
 
     inside = {v for v in program.number if isinstance(v, int)}
     now = weight(inside)

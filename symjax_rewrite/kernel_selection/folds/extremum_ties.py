@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import product
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref, is_cast, over
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, REDUCE, Node, Ref, is_cast, over
+from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise, is_product
 
 Along = frozenset[int]  # slots of a class that its maximum is taken along
@@ -141,7 +142,7 @@ class _Apart(NamedTuple):
 
     def is_linear(self, inner: Node, args: tuple[Ref, ...]) -> bool:
         """Return True if a map is linear in its operands with ties: a quotient, or a selection."""
-        zeros = [n.op == CONST and n.attr[0] == 0 for n in (node_of(self.g, a.cls) for a in args)]
+        zeros = [is_zero(self.g, a.cls) for a in args]
         tied = [bool(self.sweeps(a)) for a in args]
         if inner.attr[0] == "select_n":
             return not tied[0] and all(map(or_, zeros[1:], tied[1:]))

@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import cone, kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    IOTA,
-    MAP,
-    TAKE,
-    Node,
-    Ref,
-    is_cast,
-    over,
-)
+from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import is_zero
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 
@@ -45,7 +35,7 @@ class Choice(NamedTuple):
 
 def choice(node: Node) -> Choice | None:
     """Return a gather that reads one element along one index."""
-    if node.op != TAKE or len(node.args) != 2 or len(node.bound) != 1:
+    if node.op != op.TAKE or len(node.args) != 2 or len(node.bound) != 1:
         return None
     mode, fill, windows = node.attr
     table, place = node.args
@@ -89,14 +79,11 @@ def aligned(
 
 
 def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
-    if cls not in t.made_by:
-        return None
-    e = t.program.equations[t.made_by[cls][0]]
-    if e.name not in names or not all(isinstance(v, int) for v in e.invals):
+    e = t.maker_of(cls)
+    if e is None or e.name not in names or not all(isinstance(v, int) for v in e.invals):
         return None
     zeros, w, u = (int(v) for v in e.invals if isinstance(v, int))
-    node = node_of(t.graph, t.view(zeros).cls)
-    if node.op != CONST or node.attr[0] != 0:
+    if not is_zero(t.graph, t.view(zeros).cls):
         return None
     d, out = e.eqn.params["dimension_numbers"], e.outvals[0]
     shape, updates = (t.program.avals[v].shape for v in (out, u))
@@ -139,7 +126,7 @@ def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
     if not is_cast(node):
         return None
     test = node_of(t.graph, node.args[0].cls)
-    if test.op != MAP or test.attr[0] != "eq":
+    if test.op != op.MAP or test.attr[0] != "eq":
         return None
     sides = [over(over(ref, node.args[0]), a) for a in test.args]
     for place, number in (sides, sides[::-1]):
@@ -158,7 +145,7 @@ def is_counted(g: EGraph, cls: int) -> bool:
 
     def operands(c: int) -> list[int]:
         node = node_of(g, c)
-        opened = is_integer(c) and node.op in (MAP, ADD, CONTRACT) and not node.bound
+        opened = is_integer(c) and node.op in (op.MAP, op.ADD, op.CONTRACT) and not node.bound
         return [a.cls for a in node.args] if opened else []
 
     return all(map(is_integer, cone([cls], operands)))
@@ -200,7 +187,7 @@ def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
         return [view]
     node = node_of(t.graph, view.cls)
     last = t.positions[w][-1]
-    if node.op != CONCAT or len(last) != 1 or len(node.args) != count:
+    if node.op != op.CONCAT or len(last) != 1 or len(node.args) != count:
         return None
     index, sizes = node.attr
     if view.axes[index] != last[0] or any(s != 1 for s in sizes):
@@ -211,17 +198,17 @@ def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
 def counts_along(g: EGraph, ref: Ref) -> int | None:
     """Return the index that an integer reference enumerates, if there is one."""
     node = node_of(g, ref.cls)
-    if node.op == IOTA:
+    if node.op == op.IOTA:
         return ref.axes[0]
-    if node.op != MAP:
+    if node.op != op.MAP:
         return None
     args = [over(ref, a) for a in node.args]
     if is_cast(node):
         return counts_along(g, args[0])
     if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative index; none occurs here
         test = node_of(g, args[0].cls)
-        if test.op == MAP and test.attr[0] == "lt":
+        if test.op == op.MAP and test.attr[0] == "lt":
             tested, least = over(args[0], test.args[0]), node_of(g, test.args[1].cls)
-            if least.op == CONST and least.attr[0] <= 0 and counts_along(g, tested) is not None:
+            if least.op == op.CONST and least.attr[0] <= 0 and counts_along(g, tested) is not None:
                 return counts_along(g, args[1])
     return None

@@ -23,7 +23,7 @@ from symjax_rewrite.kernel_selection.folds.tile_program import (
     TileBuilder,
     tile_handlers,
 )
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, read_over
+from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, read_over
 
 Named = tuple[Any, tuple[str, ...]]
 
@@ -90,31 +90,22 @@ class Columns:
         )
         return self._spread(dot, tuple(lead))
 
+    def chosen(self, cls: int, root: int, fill: Any) -> ClassRoute:
+        """Return a class over the names whose values are those of a step.
 
-@dataclass(slots=True)
-class ChoiceRoute(OneClass):
-    """Class that selects one column of a pairwise term for each of its indices.
+        fill: value out of range; with None the nearest column is read.
+        """
 
-    columns: the tile program; its names are the class's indices. root: its step. fill: value out of
-    range; with None the nearest column is read.
-    """
+        def make(emitter: Any) -> tuple[Any, tuple[int, ...]]:
+            info = emitter.t.graph.classes[cls]
+            made, place = self.steps(emitter)
+            sizes = tuple(map(emitter.t.jax_size, info.sizes))
+            data = jnp.broadcast_to(made[root], sizes).astype(np.dtype(info.dtype))
+            if fill is not None:
+                data = jnp.where(self.inside(place), data, jnp.asarray(fill, data.dtype))
+            return data, tuple(range(len(info.sizes)))
 
-    cls: int
-    columns: Columns
-    root: int
-    fill: Any
-
-    def needs(self, cls: int) -> list[int]:
-        return self.columns.needs()
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        info = emitter.t.graph.classes[cls]
-        made, place = self.columns.steps(emitter)
-        sizes = tuple(map(emitter.t.jax_size, info.sizes))
-        data = jnp.broadcast_to(made[self.root], sizes).astype(np.dtype(info.dtype))
-        if self.fill is not None:
-            data = jnp.where(self.columns.inside(place), data, jnp.asarray(self.fill, data.dtype))
-        return data, tuple(range(len(info.sizes)))
+        return ClassRoute(cls, self.needs(), make)
 
 
 def _take(data: Any, axes: tuple[str, ...], place: Any, over: tuple[str, ...]) -> Named:

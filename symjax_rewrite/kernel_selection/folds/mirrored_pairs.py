@@ -9,7 +9,7 @@ is added by point. Newton's third law is the case of forces (Verlet 1967).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,20 +53,22 @@ class HalfSum(NamedTuple):
     sign: int
 
 
-@dataclass(slots=True)
-class MirroredRoute(FoldRoute):
+@dataclass(frozen=True, slots=True)
+class MirroredFold:
     """A fold whose sums come from the pairs i < j.
 
     halves: by output and term. program: the steps of `halves`. half: the fold of the pairs i < j,
     which reads the weights of each sum by column and by row after the fold's own operands.
     """
 
-    halves: tuple[tuple[HalfSum, ...], ...] = ()
-    program: Sequence[Step] = ()
-    half: FoldSpec | None = None
-    primitives: Any = None
+    spec: FoldSpec
+    backend: str
+    halves: tuple[tuple[HalfSum, ...], ...]
+    program: Sequence[Step]
+    half: FoldSpec
+    primitives: Any
 
-    def folded(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
+    def __call__(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         halves = [h for output in self.halves for h in output]
         scales = [x for h in halves for x in self._at_points((*h.rows, *h.columns), arrays)]
         scales += [arrays[h.weights] for h in halves if h.weights is not None]
@@ -79,7 +81,6 @@ class MirroredRoute(FoldRoute):
         )
 
     def _mirrored(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
-        assert self.half is not None
         flat = [h for output in self.halves for h in output]
         charges = [self._charge(h, arrays) for h in flat]
         twice = [q for q in charges for _ in range(2)]
@@ -156,9 +157,8 @@ def mirrored(route: FoldRoute, primitives: Any, device: Device | None) -> FoldRo
         seconds = seconds_folded(route, device), seconds_folded(priced, device)
         if not margins.pays(*seconds, "fold", device):
             return route
-    common = {f.name: getattr(route, f.name) for f in fields(FoldRoute)}
-    common["price"] = partial(cost_folded, priced)
-    return MirroredRoute(**common, halves=halves, program=steps, half=half, primitives=primitives)
+    compute = MirroredFold(spec, route.backend, halves, steps, half, primitives)
+    return replace(route, price=partial(cost_folded, priced), compute=compute)
 
 
 def _half_spec(

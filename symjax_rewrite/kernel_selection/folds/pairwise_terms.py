@@ -13,23 +13,11 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    DELTA,
-    IOTA,
-    MAP,
-    NATIVE,
-    SLICE,
-    TAKE,
-    Node,
-    Ref,
-    over,
-)
+from symjax_rewrite.ir.term import Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 
@@ -61,14 +49,19 @@ def elements(t: TermGraph, cls: int) -> int:
     return math.prod(map(t.number, t.graph.classes[cls].sizes))
 
 
+def bytes_of(t: TermGraph, cls: int) -> int:
+    """Return the number of bytes of a class."""
+    return itemsize(t.graph.classes[cls].dtype) * elements(t, cls)
+
+
 def is_product(node: Node) -> bool:
     """Return True if a node multiplies its operands elementwise."""
-    return node.op == CONTRACT and not node.bound
+    return node.op == op.CONTRACT and not node.bound
 
 
 def is_elementwise(node: Node) -> bool:
     """Return True if a node combines its operands elementwise."""
-    return node.op in (MAP, ADD) or is_product(node)
+    return node.op in (op.MAP, op.ADD) or is_product(node)
 
 
 class Opened(NamedTuple):
@@ -140,13 +133,13 @@ class Pair:
             return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
         of_row = self.single is None and self.row not in ref.axes
         whole = Ref(ref.cls, (*ref.axes, self.row if of_row else self.column))
-        kind = "sum" if node.op == CONTRACT else node.attr
+        kind = "sum" if node.op == op.CONTRACT else node.attr
         return Opened("along", tuple([over(whole, a) for a in node.args]), (kind, of_row))
 
     def _elementwise(self, ref: Ref, node: Node) -> Opened:
         args, attr = node.args, node.attr
         kept = [k for k, a in enumerate(args) if a.cls not in self.gone]
-        if node.op == ADD and 0 < len(kept) < len(args):
+        if node.op == op.ADD and 0 < len(kept) < len(args):
             args, attr = [args[k] for k in kept], tuple([attr[k] for k in kept])
         return Opened("apply", tuple([over(ref, a) for a in args]), attr)
 
@@ -154,7 +147,7 @@ class Pair:
         """Open components of terms that the tile computes: `d[.., 0]` of differences of points."""
         (arg,) = node.args
         inner = node_of(self.g, arg.cls)
-        computed = is_elementwise(inner) or inner.op in (CONTRACT, SLICE)
+        computed = is_elementwise(inner) or inner.op in (op.CONTRACT, op.SLICE)
         if not computed or any(isinstance(entry, tuple) for entry in node.attr):
             return None
         axes: Any = [
@@ -176,7 +169,7 @@ class Pair:
         args = tuple([over(ref, a) for a in node.args])
         if isinstance(index, At):
             return Opened("part", (args[sum(start <= index.place for start in starts)],))
-        number = self.g.add(IOTA, None, (), (sum(sizes),), (), "int32")
+        number = self.g.add(op.IOTA, None, (), (sum(sizes),), (), "int32")
         return Opened("pieces", (Ref(number.cls, (index,)), *args), starts)
 
     def _hit(self, ref: Ref, node: Node) -> Opened | None:
@@ -265,12 +258,12 @@ class Pair:
 
 
 _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
-    DELTA: lambda pair, ref, node: Opened("delta"),
-    CONTRACT: Pair._contraction,
-    SLICE: Pair._part,
-    CONCAT: Pair._pieces,
-    TAKE: Pair._take,
-    NATIVE: Pair._hit,
+    op.DELTA: lambda pair, ref, node: Opened("delta"),
+    op.CONTRACT: Pair._contraction,
+    op.SLICE: Pair._part,
+    op.CONCAT: Pair._pieces,
+    op.TAKE: Pair._take,
+    op.NATIVE: Pair._hit,
 }
 
 
@@ -361,11 +354,11 @@ def _note_applied(pair: Pair, tile: PairwiseTile, cls: int, both: int) -> None:
     """Record an elementwise class, `both` of whose operands are pairwise."""
     node = node_of(pair.g, cls)
     tile.meets |= both == 0
-    if node.op == MAP:
+    if node.op == op.MAP:
         tile.nonlinear |= node.attr[0] != "convert_element_type"
         if node.attr[0] in COMPARISONS and not _asks_whether_finite(pair.g, node):
             tile.compared.add(cls)
-    tile.nonlinear |= node.op == CONTRACT and both > 1
+    tile.nonlinear |= node.op == op.CONTRACT and both > 1
 
 
 def _visit_key(pair: Pair, tile: PairwiseTile, place: Ref) -> None:
@@ -396,7 +389,7 @@ def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool:
         for a in found.args:
             _enter(pair, tile, a)
         return True
-    if node_of(pair.g, arg.cls).op == CONST:
+    if node_of(pair.g, arg.cls).op == op.CONST:
         return False
     tile.operands.append(arg)
     carries = pair.row in arg.axes or pair.column in arg.axes
@@ -408,7 +401,7 @@ def _asks_whether_finite(g: EGraph, node: Node) -> bool:
     if node.attr[0] == "is_finite" or (len(node.args) == 2 and node.args[0] == node.args[1]):
         return True
     limits = [node_of(g, a.cls) for a in node.args]
-    return any(n.op == CONST and math.isinf(abs(n.attr[0])) for n in limits)
+    return any(n.op == op.CONST and math.isinf(abs(n.attr[0])) for n in limits)
 
 
 def is_test_like(g: EGraph, cls: int) -> bool:
@@ -416,7 +409,7 @@ def is_test_like(g: EGraph, cls: int) -> bool:
     if kind_of(g, cls) in "iub":
         return True
     node = node_of(g, cls)
-    if node.op in (CONST, IOTA, DELTA):
+    if node.op in (op.CONST, op.IOTA, op.DELTA):
         return True
     if is_elementwise(node):
         return all(is_test_like(g, a.cls) for a in node.args)

@@ -17,23 +17,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import is_half, is_moderate
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONTRACT,
-    IOTA,
-    NATIVE,
-    REDUCE,
-    SLICE,
-    TAKE,
-    Node,
-    Ref,
-    is_cast,
-    over,
-)
+from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.kernel_selection.folds.gather_patterns import (
@@ -90,20 +79,20 @@ def exit_of(t: TermGraph, cls: int) -> Exit | None:
     """Return the class as a reduction, or None."""
     g = t.graph
     node = node_of(g, cls)
-    if node.op == NATIVE:
+    if node.op == op.NATIVE:
         return _native_exit(t, cls)
-    if node.op == SLICE:
+    if node.op == op.SLICE:
         return _sorted_exit(t, cls, node)
-    if node.op == CONTRACT and not node.bound:
+    if node.op == op.CONTRACT and not node.bound:
         return _diagonal(g, cls, node)
-    if not node.bound or node.op not in (REDUCE, CONTRACT, TAKE):
+    if not node.bound or node.op not in (op.REDUCE, op.CONTRACT, op.TAKE):
         return None
     sizes = dict(enumerate((*g.classes[cls].sizes, *node.bound)))
     bound = tuple(range(node.out, node.out + len(node.bound)))
-    if node.op == TAKE:
+    if node.op == op.TAKE:
         found = choice(node)
         return found and Exit(cls, "at", (found.table,), bound, sizes, choice=found)
-    if node.op == CONTRACT:
+    if node.op == op.CONTRACT:
         return _keyed_product(t, cls, node, sizes) or Exit(cls, "sum", node.args, bound, sizes)
     kind = _MONOIDS.get(str(node.attr))
     if kind is None or (kind in ("any", "all") and g.classes[cls].dtype != "bool"):
@@ -119,7 +108,7 @@ def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
         return None
     size = g.classes[cls].sizes[twice[0]]
     axes[len(axes) - 1 - axes[::-1].index(twice[0])] = node.out
-    place = g.add(IOTA, None, (), (size,), (), "int32")
+    place = g.add(op.IOTA, None, (), (size,), (), "int32")
     table = Ref(node.args[0].cls, tuple(axes))
     sizes = dict(enumerate((*g.classes[cls].sizes, size)))
     chosen = Choice(table, place.over((twice[0],)))
@@ -159,7 +148,7 @@ def _summed(
         ref = over(ref, node.args[0])
         node = node_of(g, ref.cls)
     kinds = {kind_of(g, c) for c in (*passed, ref.cls)}
-    if node.op != CONTRACT or not node.bound or kinds != {"f"}:
+    if node.op != op.CONTRACT or not node.bound or kinds != {"f"}:
         return None
     whole = Ref(ref.cls, (*ref.axes, *range(len(sizes), len(sizes) + len(node.bound))))
     sizes = sizes | dict(zip(whole.axes[node.out :], node.bound, strict=True))
@@ -167,10 +156,9 @@ def _summed(
 
 
 def _native_exit(t: TermGraph, cls: int) -> Exit | None:
-    if cls not in t.made_by:
+    e = t.maker_of(cls)
+    if e is None:
         return None
-    number, output = t.made_by[cls]
-    e = t.program.equations[number]
     found = scattered(t, cls, sets=False)
     if found is not None:
         sizes = dict(enumerate((*t.graph.classes[cls].sizes, *found.bound)))
@@ -179,6 +167,7 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
         return _by_key(t, keyed) if found.bound else None
     if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
         return None
+    output = t.made_by[cls][1]
     v, out, is_top_k = e.invals[0], e.outvals[output], e.name == "top_k"
     groups, out_groups = t.positions[v], t.positions[out]
     axes = (e.eqn.params["axis"],) if is_top_k else e.eqn.params["axes"]
@@ -200,11 +189,11 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
 def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     """Return the first entries of a sorted row (values or indices) as a reduction."""
     sort = node.args[0]
-    if sort.cls not in t.made_by or node_of(t.graph, sort.cls).op != NATIVE:
+    e = t.maker_of(sort.cls)
+    if e is None or e.name != "sort" or node_of(t.graph, sort.cls).op != op.NATIVE:
         return None
-    number, output = t.made_by[sort.cls]
-    e = t.program.equations[number]
-    if e.name != "sort" or e.eqn.params["num_keys"] != 1 or output > 1:
+    output = t.made_by[sort.cls][1]
+    if e.eqn.params["num_keys"] != 1 or output > 1:
         return None
     v, out, axis = e.invals[0], e.outvals[output], int(e.eqn.params["dimension"])
     if not isinstance(v, int) or len(t.positions[v][axis]) != 1 or not t.positions[out][axis]:
@@ -242,7 +231,7 @@ def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
     if not isinstance(v, int) or t.views[v] is None:
         return False
     view = t.view(v)
-    return node_of(t.graph, view.cls).op == IOTA and view.axes == t.positions[v][axis]
+    return node_of(t.graph, view.cls).op == op.IOTA and view.axes == t.positions[v][axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +398,7 @@ def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref, bool]:
     scale, narrow = 1.0, False
     while True:
         node = node_of(g, ref.cls)
-        one = node.op == ADD and len(node.args) == 1 and not isinstance(node.attr[0], complex)
+        one = node.op == op.ADD and len(node.args) == 1 and not isinstance(node.attr[0], complex)
         if not (one or is_cast(node)) or kind_of(g, node.args[0].cls) != "f":
             return scale, ref, narrow
         scale *= float(node.attr[0]) if one else 1.0
@@ -430,4 +419,4 @@ def _joined(g: EGraph, terms: Sequence[tuple[Ref, float]]) -> Ref | None:
         return terms[0][0]
     refs, coefficients = zip(*terms, strict=True)
     numbers = tuple(int(c) if c == int(c) else c for c in coefficients)
-    return g.apply(ADD, numbers, refs, dtype)
+    return g.apply(op.ADD, numbers, refs, dtype)

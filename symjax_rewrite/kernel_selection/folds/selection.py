@@ -30,10 +30,10 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
     frame,
     schedule,
 )
-from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
+from symjax_rewrite.kernel_selection.folds.concatenated_reductions import rereads, restated
 from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
-from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
-from symjax_rewrite.kernel_selection.folds.mirrored_pairs import MirroredRoute, mirrored
+from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
+from symjax_rewrite.kernel_selection.folds.mirrored_pairs import mirrored
 from symjax_rewrite.kernel_selection.folds.named_sizes import (
     Comparisons,
     price_at,
@@ -41,14 +41,19 @@ from symjax_rewrite.kernel_selection.folds.named_sizes import (
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
+from symjax_rewrite.kernel_selection.kernel_candidate import (
+    ClassRoute,
+    Proposal,
+    candidates,
+    classes_read,
+)
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.scan import SCANS
 from symjax_rewrite.rewriting.algebra import saved_by_rules
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.usage_records import ratio_of
 
-Route = FoldRoute | ChoiceRoute | Reread | WideRow
+Route = FoldRoute | ClassRoute
 
 
 def known_kernels(kernels: str) -> str:
@@ -97,12 +102,12 @@ class Folds:
             yield f
 
 
-def taken_folds(program: Program, context: Context) -> list[tuple[FoldRoute, RouteUse]]:
-    """Return the folds that pay and stand alone, with their report entries."""
+def taken_folds(program: Program, context: Context) -> Iterator[tuple[FoldRoute, Proposal]]:
+    """Yield the folds that pay and stand alone, with their proposals."""
     terms = context.terms(program)
-    groups, uses = _FoldSelection(context, terms).decided(terms.t, terms.need)
-    pairs = zip(groups, uses, strict=True)
-    return [(g[0], use) for g, use in pairs if len(g) == 1 and isinstance(g[0], FoldRoute)]
+    for p in _FoldSelection(context, terms).decided(terms.t, terms.need)[0]:
+        if len(p.routes) == 1 and isinstance(p.routes[0], FoldRoute):
+            yield p.routes[0], p
 
 
 class _FoldSelection:
@@ -125,23 +130,23 @@ class _FoldSelection:
 
     def found(self, t: TermGraph, need: Needed) -> list[Found]:
         """Return the folds and the refused candidates."""
-        made = self.decided(t, need)
+        proposals, refused = self.decided(t, need)
         again = restated(t, need, self.scope.least)
-        if again is None:
-            return _each(t, *made)
-        changed, need = again
-        groups, uses = self.decided(t, need)
-        routes = [r for group in groups for r in group]
-        routed = {c for r in routes for c in r.classes()}
-        if not changed.wanted <= routed:
-            return _each(t, *made)
-        hidden = routed - {c for r in routes for c in r.gives()}
-        together = [*routes, *rereads(changed, routed, hidden)]
-        taken = [use for use in uses if use.taken]
-        return [*refusals(uses), *candidates(t, "fold", [(together, taken)])]
+        if again is not None:
+            changed, need = again
+            apart, refused_apart = self.decided(t, need)
+            routes = [r for p in apart for r in p.routes]
+            routed = {c for r in routes for c in r.classes()}
+            if changed.wanted <= routed:
+                hidden = routed - {c for r in routes for c in r.gives()}
+                together = [*routes, *rereads(changed, routed, hidden)]
+                also = tuple((p.reason, p.where) for p in apart[1:])
+                proposals = [apart[0]._replace(routes=together, also=also)]
+                refused = refused_apart
+        return [*refused, *candidates(t, "fold", proposals)]
 
-    def decided(self, t: TermGraph, need: Needed) -> tuple[list[list[Route]], list[RouteUse]]:
-        """Return the folds of each cluster, empty where it is refused, and its report entries."""
+    def decided(self, t: TermGraph, need: Needed) -> tuple[list[Proposal], list[Refusal]]:
+        """Return the folds of the clusters that are taken, and the refusals of the others."""
         found = clusters(t, need, self.scope)
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
             reason = Obstacle.SHARDING("several devices: XLA might gather a fold's operands")
@@ -151,8 +156,8 @@ class _FoldSelection:
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # Terms of refused clusters are materialised, so that other folds need more.
             made = self._routes(t, need, found)
-        groups = [made.get(number, []) for number in range(len(found))]
-        return groups, [*map(partial(_use, t), found, groups)]
+        refused = [_refusal(cluster) for cluster in found if cluster.reason]
+        return [_proposal(found[n], made[n]) for n in sorted(made)], refused
 
     def _routes(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
@@ -185,7 +190,7 @@ class _FoldSelection:
             return {}
         folds = [r for routes in made.values() for r in routes]
         computed = {c for r in folds for c in r.classes()}
-        rows = [WideRow(t, c) for c in sorted(wide - computed)]
+        rows = [WideRow.of(t.graph, c) for c in sorted(wide - computed)]
         hidden = computed - {c for r in folds for c in r.gives()}
         wanted = hidden & classes_read(t, [*folds, *rows])
         if not wanted <= also:
@@ -244,11 +249,6 @@ class _FoldSelection:
         )
 
 
-def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
-    taken = [(group, [use]) for group, use in zip(groups, uses, strict=True) if group]
-    return [*refusals(uses), *candidates(t, "fold", taken)]
-
-
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
     """Refuse clusters that read pairs that an accepted cluster does not materialise, or vice versa.
 
@@ -272,22 +272,23 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 def _note_seconds(cluster: Cluster, folds: Sequence[FoldRoute], device: Device) -> None:
     """Note the seconds of a cluster's folds where some compute each pair once."""
-    if cluster.seconds and any(isinstance(route, MirroredRoute) for route in folds):
+    if cluster.seconds and any(route.compute for route in folds):
         prices = [route.price(device).seconds for route in folds if route.price]
         cluster.seconds = cluster.seconds[0], sum(prices)
 
 
-def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
+def _refusal(c: Cluster) -> Refusal:
+    ratio = c.seconds and ratio_of(*c.seconds)
+    return Refusal("fold", c.reason, c.where, ratio=ratio, by_size=c.by_size)
+
+
+def _proposal(cluster: Cluster, made: list[Route]) -> Proposal:
     backends = sorted({r.backend for r in made if isinstance(r, FoldRoute)} - {"auto"})
     by = f" ({', '.join(backends)})" if backends else ""
     stored = f"{cluster.extent()} pairs are never stored{by}{cluster.memory}"
-    if any(isinstance(r, MirroredRoute) for r in made):
+    if any(isinstance(r, FoldRoute) and r.compute for r in made):
         stored += "; each is computed once"
-    reason = cluster.reason or stored
-    where = t.where(cluster.members[0].exit.cls)
-    use = RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
-    use.by_size = cluster.by_size
-    return use
+    return Proposal(made, stored, cluster.where, cluster.seconds)
 
 
 class Draft:
@@ -322,7 +323,7 @@ class Draft:
         """Return the classes that each fold and each column selection reads."""
         return [
             *(b.reads() for _, b in self.builders),
-            *(set(c.needs(c.cls)) for c in self.choices),
+            *(set(c.reads) for c in self.choices),
         ]
 
     def finish(self, kernels: str, need: Needed, read: Counter[int]) -> list[FoldRoute]:
@@ -397,7 +398,7 @@ def _fold(
     return builder
 
 
-def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ChoiceRoute:
+def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ClassRoute:
     choice = m.exit.choice
     assert choice is not None
     count = len(t.graph.classes[m.exit.cls].sizes)
@@ -407,4 +408,4 @@ def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> Choi
     builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
     root = builder.build(choice.table.over(names))
     columns = Columns(builder, tuple(names.values())[:count], choice.place.over(names))
-    return ChoiceRoute(m.exit.cls, columns, root, choice.fill)
+    return columns.chosen(m.exit.cls, root, choice.fill)

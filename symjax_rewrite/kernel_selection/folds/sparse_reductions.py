@@ -22,23 +22,13 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import is_dot, is_thin
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    LEAF,
-    MAP,
-    NATIVE,
-    Node,
-    Ref,
-    is_cast,
-    over,
-)
+from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
@@ -52,8 +42,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
 )
 from symjax_rewrite.kernel_selection.folds.slices import narrowed
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
 
 MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
 
@@ -74,32 +63,29 @@ class Sparse:
     clips: bool
 
 
-@dataclass(slots=True)
-class SparseRoute(OneClass):
-    """Sum over the nonzero places of a class.
+@dataclass(frozen=True, slots=True)
+class SparseSum:
+    """Sum over the nonzero places of a class, for a reader of classes.
 
     columns: the program of the summand. roots: the steps of its factors. names: of each index of
-    the class; COLUMN is among them where the sum is by column.
+    the result; COLUMN is among them where the sum is by column. clips: as in `Sparse`.
     """
 
-    cls: int
-    source: Sparse
     columns: Columns
     roots: list[int]
     names: tuple[str, ...]
+    dtype: str
+    clips: bool
 
-    def needs(self, cls: int) -> list[int]:
-        return self.columns.needs()
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+    def __call__(self, emitter: Any) -> tuple[Any, tuple[int, ...]]:
         size, lead = self.columns.builder.sizes, self.columns.names
-        dtype = np.dtype(emitter.t.graph.classes[cls].dtype)
+        dtype = np.dtype(self.dtype)
         made, place = self.columns.steps(emitter)
         total: Any = jnp.ones((), jnp.promote_types(dtype, np.float32))
         for root in self.roots:
             total = total * made[root]
         total = jnp.broadcast_to(total, tuple(size[n] for n in lead))
-        if not self.source.clips:
+        if not self.clips:
             total = jnp.where(self.columns.inside(place), total, jnp.zeros((), total.dtype))
         if COLUMN in self.names:
             total, kept = self._by_column(total, place)
@@ -158,7 +144,7 @@ class _Finder:
 
     def _sparse(self, cls: int) -> Sparse | None:
         """Return a class as one that is zero except at some places, or None."""
-        if node_of(self.g, cls).op != NATIVE or cls not in self.t.made_by:
+        if node_of(self.g, cls).op != op.NATIVE or cls not in self.t.made_by:
             return None
         found = gather_patterns.scattered(self.t, cls)
         if found is None or len(found.along) != 1 or elements(self.t, cls) < max(self.least, 1):
@@ -183,12 +169,11 @@ class _Finder:
     def _window(self, ref: Ref, index: int) -> tuple[tuple[int, int], Ref] | None:
         """Return (start, size) of a padded reference's interior, and the unpadded operand."""
         node = node_of(self.g, ref.cls)
-        if node.op != CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
+        if node.op != op.CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
             return None
         start = 0
         for k, (arg, size) in enumerate(zip(node.args, node.attr[1], strict=True)):
-            others = [node_of(self.g, a.cls) for a in (*node.args[:k], *node.args[k + 1 :])]
-            if all(n.op == CONST and n.attr[0] == 0 for n in others):
+            if all(is_zero(self.g, a.cls) for a in (*node.args[:k], *node.args[k + 1 :])):
                 return (start, int(size)), over(ref, arg)
             start += int(size)
         return None
@@ -204,24 +189,22 @@ class _Finder:
         if cls in self.sources:
             return self.g.ref(cls)
         args = node.args
-        if node.op == CONTRACT:
+        if node.op == op.CONTRACT:
             found = (self.support(a) for a in args)
             return next((s for s in found if s and all(i < node.out for i in s.axes)), None)
-        if node.op == MAP and node.attr[0] == "div":
+        if node.op == op.MAP and node.attr[0] == "div":
             args = args[:1]
-        elif node.op == MAP and node.attr[0] == "select_n":
-            cases = [node_of(self.g, a.cls) for a in args[1:]]
-            zero = [c.op == CONST and c.attr[0] == 0 for c in cases]
-            args = [a for a, is_zero in zip(args[1:], zero, strict=True) if not is_zero]
-        elif node.op != ADD and not is_cast(node):
+        elif node.op == op.MAP and node.attr[0] == "select_n":
+            args = [a for a in args[1:] if not is_zero(self.g, a.cls)]
+        elif node.op != op.ADD and not is_cast(node):
             return None
         shared = {self.support(a) for a in args}
         return shared.pop() if len(shared) == 1 else None
 
-    def route(self, cls: int) -> SparseRoute | None:
-        """Return a sum over the nonzero places of a sparse class, or None."""
+    def route(self, cls: int) -> tuple[Sparse, ClassRoute] | None:
+        """Return a sum over the nonzero places of a sparse class, with this class, or None."""
         node, of = node_of(self.g, cls), self.g.classes[cls]
-        if node.op != CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
+        if node.op != op.CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
             return None
         sizes: dict[int, Any] = dict(enumerate((*of.sizes, *node.bound)))
         if not all(isinstance(s, int) and s for s in sizes.values()):
@@ -230,7 +213,9 @@ class _Finder:
         routes = (self._route(cls, node, sizes, held) for held in supports)
         return next((route for route in routes if route is not None), None)
 
-    def _route(self, cls: int, node: Node, sizes: dict[int, int], held: Ref) -> SparseRoute | None:
+    def _route(
+        self, cls: int, node: Node, sizes: dict[int, int], held: Ref
+    ) -> tuple[Sparse, ClassRoute] | None:
         source = self.sources[held.cls]
         column = held.axes[source.along]
         lead = [i for i in sizes if i != column]
@@ -257,7 +242,8 @@ class _Finder:
         roots = [builder.build(a.over(names)) for a in node.args]
         columns = Columns(builder, (*(names[i] for i in lead), *extra), place)
         mine = tuple(names[i] for i in range(node.out))
-        return SparseRoute(cls, source, columns, roots, mine)
+        total = SparseSum(columns, roots, mine, self.g.classes[cls].dtype, source.clips)
+        return source, ClassRoute(cls, columns.needs(), total)
 
     def _is_steady(self, tile: PairwiseTile) -> bool:
         """Return True if no step compares a value with its reduction computed elsewhere."""
@@ -270,7 +256,7 @@ class _Finder:
     def _is_given(self, cls: int) -> bool:
         """Return True if a class is elementwise in inputs, once this is known for its operands."""
         node = node_of(self.g, cls)
-        if node.op == LEAF or is_test_like(self.g, cls):
+        if node.op == op.LEAF or is_test_like(self.g, cls):
             return True
         return is_elementwise(node) and all(a.cls in self.given for a in node.args)
 
@@ -292,16 +278,13 @@ class SparseReductions:
         if t.dim_env:
             return
         finder = _Finder(t, terms.need, least, folds)
-        by_source: dict[Sparse, list[SparseRoute]] = {}
-        for route in map(finder.route, terms.need.order):
-            if route is not None:
-                by_source.setdefault(route.source, []).append(route)
-        groups = [(group, [_use(t, source)]) for source, group in by_source.items()]
-        yield from candidates(t, self.name, groups)
-
-
-def _use(t: TermGraph, source: Sparse) -> RouteUse:
-    count = math.prod(size for _, size in source.extra)
-    row = t.graph.classes[source.cls].sizes[source.along]
-    reason = f"sums over a row read the {count} of {row} places that are not zero"
-    return RouteUse("sparse", True, reason, t.where(source.cls))
+        by_source: dict[Sparse, list[ClassRoute]] = {}
+        for source, route in filter(None, map(finder.route, terms.need.order)):
+            by_source.setdefault(source, []).append(route)
+        proposals = []
+        for source, routes in by_source.items():
+            count = math.prod(size for _, size in source.extra)
+            row = t.graph.classes[source.cls].sizes[source.along]
+            reason = f"sums over a row read the {count} of {row} places that are not zero"
+            proposals.append(Proposal(routes, reason, t.where(source.cls)))
+        yield from candidates(t, self.name, proposals)

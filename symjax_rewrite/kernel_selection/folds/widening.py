@@ -10,7 +10,6 @@ rounds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     elements,
     is_elementwise,
 )
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
+from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute
 
 _CHOICES = ("select_n", "max", "min", "clamp", "convert_element_type")  # their result is an operand
 
@@ -140,28 +139,32 @@ def _reads_shift(
     return any(kind_of(g, u) == "f" for u in readers)
 
 
-@dataclass(slots=True)
-class WideRow(OneClass):
-    """Class elementwise in row values of folds, computed from them in f32."""
+class WideRow(ClassRoute):
+    """Class elementwise in row values of folds; `make` computes it from them in f32."""
 
-    t: TermGraph
-    cls: int
+    __slots__ = ()
 
-    def needs(self, cls: int) -> list[int]:
-        return [a.cls for a in node_of(self.t.graph, cls).args]
+    @classmethod
+    def of(cls, g: EGraph, row: int) -> WideRow:
+        """Return the route of a class."""
+        node, info = node_of(g, row), g.classes[row]
 
-    def wide_classes(self) -> set[int]:
-        return {self.cls}
+        def make(emitter: Any) -> tuple[Any, tuple[int, ...]]:
+            operands = []
+            for a in node.args:
+                x = emitter.wide_array(a.cls)
+                held = x._replace(data=x.data.astype(held_dtype(str(x.data.dtype))))
+                operands.append(emitter.operand(a, held))
+            sizes, dtype = term_lowering.jax_sizes(info.sizes, emitter.env), held_dtype(info.dtype)
+            return term_lowering.lower_node(node, operands, sizes, dtype, emitter.t.primitives)
+
+        return cls(row, [a.cls for a in node.args], make)
+
+    wide_classes = ClassRoute.gives
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         data, slots = emitter.wide_array(cls)
-        return data.astype(np.dtype(self.t.graph.classes[cls].dtype)), slots
+        return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        g = self.t.graph
-        node, dtype = node_of(g, cls), held_dtype(g.classes[cls].dtype)
-        arrays = [emitter.wide_array(a.cls) for a in node.args]
-        widened = [x._replace(data=x.data.astype(held_dtype(str(x.data.dtype)))) for x in arrays]
-        operands = [emitter.operand(a, x) for a, x in zip(node.args, widened, strict=True)]
-        sizes = term_lowering.jax_sizes(g.classes[cls].sizes, emitter.env)
-        return term_lowering.lower_node(node, operands, sizes, dtype, self.t.primitives)
+        return self.make(emitter)

@@ -26,7 +26,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
+from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates, read_over
 from symjax_rewrite.kernel_selection.norms.kernel_call import (
     axes_of,
     columns_of,
@@ -40,8 +40,6 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     has_sums,
     normal_form,
 )
-from symjax_rewrite.kernel_selection.norms.selection import NAME
-from symjax_rewrite.usage_records import RouteUse
 
 
 @dataclass(slots=True)
@@ -74,7 +72,7 @@ class FrozenRoute:
     def needs(self, cls: int) -> list[int]:
         m = self.products[0].normed
         found = [m.x.cls, *(p.normed.weight.cls for p in self.products)]
-        found += [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
+        found += m.columns
         found += [r.cls for r in m.scale] + [r.cls for s in m.shifts for r in s.rows]
         return found + [p.bias.cls for p in self.products if p.bias is not None]
 
@@ -184,15 +182,14 @@ class FrozenWeights:
             cut_share = context.device.norms.cut_share if len(products) > 1 else None
             route = FrozenRoute(products, cut_share)
             reason = f"folded into {len(members)} frozen weights, once"
-            use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-            yield from candidates(t, self.name, [([route], [use])], opens=cut_share is None)
+            proposal = Proposal([route], reason, t.where(members[0].cls))
+            yield from candidates(t, self.name, [proposal], opens=cut_share is None)
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
     """Return True if weights and columns are frozen and the value has its own statistics."""
     g = t.graph
-    read = [m.weight.cls, *(f.cls for c in (*m.gain, *m.shifts) for f in c.columns)]
-    if not all(c in need.known for c in read) or m.dtype == "float16":
+    if not need.known.issuperset((m.weight.cls, *m.columns)) or m.dtype == "float16":
         return False
     if any(s.rows and m.added_rows(s) is None for s in m.shifts) or 0 in g.classes[m.cls].sizes:
         return False

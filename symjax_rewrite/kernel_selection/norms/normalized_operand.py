@@ -69,6 +69,11 @@ class Normed:
     opened: frozenset[int]
     dtype: str
 
+    @property
+    def columns(self) -> list[int]:
+        """Return the classes of all column factors."""
+        return [f.cls for c in (*self.gain, *self.shifts) for f in c.columns]
+
     def moves_value(self, s: Shift) -> bool:
         """Return True if a shift moves x itself: it has x's only column factor."""
         return len(self.gain) == 1 and s.columns == self.gain[0].columns

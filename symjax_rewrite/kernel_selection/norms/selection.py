@@ -16,33 +16,22 @@ from typing import Any
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, itemsize
 from symjax_rewrite.errors import KernelError
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.step_program import Step, key_of, place_in, pruned
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    DELTA,
-    IOTA,
-    LEAF,
-    MAP,
-    SLICE,
-    TAKE,
-    Ref,
-)
+from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
+from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates
 from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue, epilogue
 from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRoute, axes_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
@@ -62,11 +51,24 @@ from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.norm.cost import on_gpu
 from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.usage_records import ratio_of
 
 NAME = "norm_linear"
 Compared = tuple[float, float] | None  # predicted seconds as written and with kernels
-LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
+LIGHT = frozenset(
+    {
+        op.MAP,
+        op.ADD,
+        op.CONTRACT,
+        op.SLICE,
+        op.CONCAT,
+        op.TAKE,
+        op.DELTA,
+        op.IOTA,
+        op.CONST,
+        op.LEAF,
+    }
+)
 MOST_PARTS = 8  # limit on results of one kernel: each result adds code
 STARTS = 8  # limit on products from which the chain of one epilogue is followed
 
@@ -91,9 +93,8 @@ class _NormSelection:
     def __init__(self, kernels: str, device: Device) -> None:
         self.kernels, self.device = kernels, device
 
-    def found(self, t: TermGraph, need: Needed) -> list[Found]:
-        """Return the kernels and the refused candidates."""
-        refused: dict[str, RouteUse] = {}  # by reason
+    def found(self, t: TermGraph, need: Needed) -> Iterator[Found]:
+        """Yield the kernels and the refused candidates."""
         groups: dict[tuple, list[Normed]] = {}
         cache: dict[int, bool] = {}
         for cls in need.order:
@@ -103,18 +104,16 @@ class _NormSelection:
             if isinstance(found, Normed):
                 groups.setdefault(found.key, []).append(found)
             elif found is not None:
-                _refuse(refused, t, cls, found)
+                yield Refusal(NAME, found, t.where(cls))
             if found is not None and self.kernels == "auto" and not self.device.runs_pallas:
                 break  # no kernel is taken: the reason is reported once, for the first class
-        out: list[Found] = []
         for members in groups.values():
             made, reason, seconds = self._group(t, need, members)
+            where = t.where(members[0].cls)
             if made:
-                use = RouteUse(NAME, True, reason, t.where(members[0].cls), seconds=seconds)
-                out += candidates(t, NAME, [(made, [use])])
+                yield from candidates(t, NAME, [Proposal(made, reason, where, seconds)])
             else:
-                _refuse(refused, t, members[0].cls, reason, seconds)
-        return [*out, *refusals(refused.values())]
+                yield Refusal(NAME, reason, where, ratio=seconds and ratio_of(*seconds))
 
     def _group(
         self, t: TermGraph, need: Needed, members: list[Normed]
@@ -170,7 +169,7 @@ class _NormSelection:
         a bias one more. XLA multiplies by a scale that is no sum over x where the product reads x.
         """
         d, x = self.device, members[0].x.cls
-        size = partial(_bytes_of, t)
+        size = partial(bytes_of, t)
         value = itemsize(members[0].dtype) * elements(t, x)
         factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
         own = any(is_computed_from(t.graph, r.cls, (x,)) for r in factors)
@@ -212,7 +211,7 @@ def _kernel_price(t: TermGraph, route: NormRoute, d: Device) -> tuple[float, int
     """Return predicted seconds and launches of a kernel and of the sums over x that it reads."""
     x, sums = route.parts[0].members[0].x.cls, len(_sums_of_x(t, route))
     seconds, launches = on_gpu(route.group, d)
-    return seconds + sums * (_bytes_of(t, x) / d.bytes_per_s + d.launch_s), launches + sums
+    return seconds + sums * (bytes_of(t, x) / d.bytes_per_s + d.launch_s), launches + sums
 
 
 def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:
@@ -226,7 +225,7 @@ def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
     """Return the cost of a norm kernel on a GPU; elsewhere XLA runs its operations separately."""
     if not device.runs_pallas:
         return None
-    sums = len(_sums_of_x(t, route)) * _bytes_of(t, route.parts[0].members[0].x.cls)
+    sums = len(_sums_of_x(t, route)) * bytes_of(t, route.parts[0].members[0].x.cls)
     seconds, launches = _kernel_price(t, route, device)
     return Cost(
         sum(p.spec.flops for p in route.parts),
@@ -234,10 +233,6 @@ def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
         launches=launches,
         seconds=seconds,
     )
-
-
-def _bytes_of(t: TermGraph, cls: int) -> int:
-    return itemsize(t.graph.classes[cls].dtype) * elements(t, cls)
 
 
 def _count(made: list[NormRoute], members: list[Normed]) -> str:
@@ -253,16 +248,6 @@ def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]
     inside = cone(given, class_operands(t.graph), read - given)
     users = (u for c in m.opened for u in need.users.get(c, ()))
     return bool(m.opened & read) or any(u not in inside for u in users)
-
-
-def _refuse(
-    refused: dict[str, RouteUse], t: TermGraph, cls: int, reason: str, seconds: Compared = None
-) -> None:
-    """Record a refused candidate at a class; equal reasons count as one entry."""
-    if reason in refused:
-        refused[reason].count += 1
-    else:
-        refused[reason] = RouteUse(NAME, False, reason, t.where(cls), seconds=seconds)
 
 
 def _exits(
@@ -317,9 +302,8 @@ class _NormBuilder:
     ) -> None:
         self.t, self.members, self.exit = t, members, exit_
         m = self.first = members[0]
-        read = [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
-        read += [w.weight.cls for w in members]
-        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may overflow
+        read = [*m.columns, *(w.weight.cls for w in members)]
+        self.folded = known.issuperset(read) and m.dtype != "float16"  # γ·W may overflow
         sizes = t.graph.classes[m.x.cls].sizes
         slots = tuple(m.x.axes.index(i) for i in m.contracted)
         self.sizes = [t.jax_size(s) for s in sizes]

@@ -56,9 +56,7 @@ class MatrixKernel:
 
     def advance(self, values: LoopValues) -> Any:
         """Add the values read by queries to the steps; return the last state."""
-        start = values.loop.carries[self.state.carry].start
-        run = _MatrixRun(self.t, self.state, values)
-        return run.last_state(None if is_zero(start) else values.read(start))
+        return _MatrixRun(self.t, self.state, values).last_state()
 
 
 @dataclass(slots=True)
@@ -74,15 +72,15 @@ class _MatrixRun:
         loop = self.values.loop
         return loop.body.avals[loop.carries[self.state.carry].inner]
 
-    def last_state(self, start: Any) -> Any:
+    def last_state(self) -> Any:
         """Add the values read by queries to the steps; return the last state."""
         s, loop = self.state, self.values.loop
         wide = jnp.promote_types(self.inner.dtype, jnp.float32)
         k = self._rows(s.key, s.keys, wide)
         v = s.added * self._rows(s.value, s.values, wide)
         given = [] if s.kind == "none" else [self._decay(wide)]
-        if start is not None:
-            given.append(self._laid_out(start, wide))
+        if not is_zero(start := loop.carries[s.carry].start):
+            given.append(self._laid_out(self.values.read(start), wide))
         is_last = any(r == ("final", s.carry) for r in loop.results)
         last = None
         for n, query in enumerate(s.queries):
