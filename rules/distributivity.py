@@ -42,9 +42,11 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     The error of the distributed form is then that of the written form. If terms cancel, the
     remainder of the computed terms already has an error of this size. LoRA is such a case.
     """
+    if not node.bound:
+        return
     dtype = ctx.g.classes[cls].dtype
     p = expand_node(ctx.g, cls, node, lambda d: False)
-    for k, f in enumerate(p.factors if p.bound else ()):
+    for k, f in enumerate(p.factors):
         total = sum_node(ctx, f.cls)
         if total is None or ctx.g.classes[f.cls].dtype != dtype:
             continue

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import Product, expand, flattest, is_half
+from symjax_rewrite.ir.products import Product, expand, flattest, is_half, product_node
 from symjax_rewrite.ir.sizes import product
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.laws import law
@@ -132,8 +132,11 @@ def _is_wide_float(dtype: str) -> bool:
 
 
 def _product(ctx: RuleContext, cls: int, node: Node) -> Product | None:
-    """Return a class as a product that keeps the sums that others read, if a mean may shift it."""
-    if not _is_wide_float(ctx.g.classes[cls].dtype) or (node.op == ADD and len(node.args) != 1):
+    """Return a class as a product that keeps the sums that others read, if a mean may shift it.
+
+    The product is that of the class, so it is made at one node alone.
+    """
+    if not _is_wide_float(ctx.g.classes[cls].dtype) or node is not product_node(ctx.g, cls):
         return None
     return expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
 

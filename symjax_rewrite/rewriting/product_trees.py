@@ -6,7 +6,6 @@ Contraction order is not saturated: only the tree found by dynamic programming b
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from operator import or_
 from typing import Any
@@ -94,7 +93,7 @@ class _TreeBuilder:
         self.out_mask = (1 << p.out) - 1
         self.whole = [_mask([f]) for f in p.factors]
         self.inner: list[int] = []  # classes of the products within the tree
-        self._volume: dict[int, float] = {}
+        self._volume = {0: 1.0}
 
     def solve(self) -> Ref | None:
         factors = [self._sum_private(k) for k in range(len(self.whole))]
@@ -169,11 +168,7 @@ class _TreeBuilder:
             read = functools.reduce(or_, [m for k, m in enumerate(masks) if inside >> k & 1])
             return self._count(read & outside(inside))
 
-        frozen, classes = self.ctx.frozen, self.ctx.g.classes
-        leaves = []
-        for whole, mask, f in zip(self.p.factors, self.whole, factors, strict=True):
-            narrow = classes[whole.cls].dtype != self.dtype
-            leaves.append(Leaf(whole.cls, self._count(mask), narrow, f != whole, frozen(whole.cls)))
+        leaves = self._leaves(factors) if self.p.scales else []
         places = place(self.p.scales, tree, leaves, elements, self.dtype)
 
         def make(t: Tree) -> Ref:
@@ -189,6 +184,15 @@ class _TreeBuilder:
 
         return self._scaled(make(tree), places.last)
 
+    def _leaves(self, factors: list[Ref]) -> list[Leaf]:
+        """Return the factors, summed over their private indices, as places of numbers."""
+        frozen, classes = self.ctx.frozen, self.ctx.g.classes
+        leaves = []
+        for whole, mask, f in zip(self.p.factors, self.whole, factors, strict=True):
+            narrow = classes[whole.cls].dtype != self.dtype
+            leaves.append(Leaf(whole.cls, self._count(mask), narrow, f != whole, frozen(whole.cls)))
+        return leaves
+
     def _join_cost(self, left: int, right: int, kept: int) -> float:
         size = itemsize(self.dtype)
         read, made = (self._count(left) + self._count(right)) * size, self._count(kept) * size
@@ -201,7 +205,9 @@ class _TreeBuilder:
     def _count(self, mask: int) -> float:
         got = self._volume.get(mask)
         if got is None:
-            got = self._volume[mask] = math.prod([self.numbers[i] for i in _bits(mask)], start=1.0)
+            last = mask.bit_length() - 1
+            got = self._count(mask ^ 1 << last) * self.numbers[last]
+            self._volume[mask] = got
         return got
 
 

@@ -208,5 +208,7 @@ def scaled_inside(
 
 def scaled_factor(g: EGraph, f: Ref, scale: Any, why: Justification) -> Ref:
     """Return a factor of a term times a number, over the indices of the term."""
+    if scale == 1:
+        return f
     made = scaled(g, g.ref(f.cls), scale, g.classes[f.cls].sizes, why)
     return made.over(f.axes)
