@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+from jax import lax
 
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
@@ -173,10 +173,17 @@ def _mean(r: RightSide, side: PairTerm) -> Ref:
     return r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))
 
 
+def _largest(a: Any, *axes: int) -> Any:
+    return lax.reduce_max(a, axes or tuple(range(a.ndim)))
+
+
+def _least(a: Any, *axes: int) -> Any:
+    return lax.reduce_min(a, axes or tuple(range(a.ndim)))
+
+
 @axiom(
-    law("max(a[:, None] + b, 1) = a + max(b, 1)", kinds="f", a="n", b="nm", max=jnp.max),
-    law("min(a[:, None] − b) = min(a) − max(b)",
-        kinds="f", a="n", b="m", max=jnp.max, min=jnp.min),
+    law("max(a[:, None] + b, 1) = a + max(b, 1)", kinds="f", a="n", b="nm", max=_largest),
+    law("min(a[:, None] − b) = min(a) − max(b)", kinds="f", a="n", b="m", max=_largest, min=_least),
     property=SEPARABILITY,
     on=(REDUCE,),
     again=True,

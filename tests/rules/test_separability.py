@@ -51,4 +51,4 @@ def test_extrema_of_infinite_terms_are_not_new_nans(place):
     at, value = place
     for a, b in ((A.at[at].set(value), B), (A, B.at[at].set(value))):
         ours = sym_optimize(SEPARATED["rows"])(a, b)
-        np.testing.assert_array_equal(ours, np.max(np.asarray(a)[:, None] - b, 1))
+        np.testing.assert_array_equal(ours, np.max(np.asarray(a)[:, None] - np.asarray(b), 1))
