@@ -135,9 +135,10 @@ def _separates(g: EGraph, need: Needed, cls: int) -> bool:
     if node.op != REDUCE or need.uses[node.args[0].cls] != 1:
         return False
     source, total = node.args[0], node_of(g, node.args[0].cls)
-    read = [{source.axes[i] for i in a.axes} for a in total.args]
-    bound = {i for i in source.axes if i >= node.out}
-    return total.op == ADD and len(read) == 2 and not bound <= read[0] & read[1]
+    if total.op != ADD or len(total.args) != 2:
+        return False
+    one, other = ({source.axes[i] for i in a.axes} for a in total.args)
+    return any(i >= node.out and i not in one & other for i in source.axes)
 
 
 def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:

@@ -22,6 +22,7 @@ KEPT = {
     "integers wrap": lambda a, b: jnp.max((9 * a).astype(jnp.int8)[:, None] + jnp.int8(100), 1),
     "both terms read the index": lambda a, b: jnp.max(a[:, None] * b + b, 1),
     "an absolute value": lambda a, b: jnp.max(jnp.abs(a[:, None] - b), 1),
+    "a product": lambda a, b: jnp.max(M.T @ M),
     "a place": lambda a, b: jnp.argmax(a[:, None] - b, 1),
 }
 
