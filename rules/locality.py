@@ -63,7 +63,7 @@ def _composed(r: RightSide, by_slot: dict[int, Entry], inner: Node) -> Ref | Non
     read = {(i, a) for a, i in entries if i >= 0}
     if len({i for i, _ in read}) < len(read):
         return None
-    attrs, axes = zip(*entries, strict=True)
+    attrs, axes = zip(*entries, strict=True) if entries else ((), ())
     return r.term(SLICE, (Ref(inner.args[0].cls, axes),), attrs)
 
 

@@ -11,7 +11,11 @@ from symjax_rewrite.rules.folding import fold_into_kernel, fold_into_product, fo
 from symjax_rewrite.rules.inverses import inverse_of_product, solve_instead, solve_is_inverse
 from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
 from symjax_rewrite.rules.low_rank import low_rank_readout, low_rank_solve
-from symjax_rewrite.rules.separability import pairwise_differences, pairwise_squares
+from symjax_rewrite.rules.separability import (
+    pairwise_differences,
+    pairwise_squares,
+    separable_extremum,
+)
 from symjax_rewrite.rules.sparsity import masked_product, one_hot, triangular_prefix
 
 associativity = RulePack("associativity", (contraction_order,))
@@ -22,7 +26,9 @@ inverses = RulePack(
     "inverses",
     (solve_is_inverse, solve_instead, inverse_of_product, low_rank_solve, low_rank_readout),
 )
-separability = RulePack("separability", (pairwise_squares, pairwise_differences))
+separability = RulePack(
+    "separability", (pairwise_squares, pairwise_differences, separable_extremum)
+)
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
 moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity
 folding = RulePack("folding", (fold_scale, fold_shift, fold_into_product, fold_into_kernel))

@@ -1,4 +1,4 @@
-"""Separability: sums over pairs that equal products of sums over each side."""
+"""Separability: sums and extrema over pairs that equal terms of sums and extrema of each side."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jax import lax
+
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import Product, expand, flattest, is_half, product_node
 from symjax_rewrite.ir.sizes import product
-from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, REDUCE, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, axiom
 from symjax_rewrite.rewriting.scales import apart
 from symjax_rewrite.rules.cancellation import sum_node
+
+OPPOSITE = {"max": "min", "min": "max"}
 
 
 class PairTerm(NamedTuple):
@@ -170,3 +174,47 @@ def _mean(r: RightSide, side: PairTerm) -> Ref:
     the error of this value leaves no trace in their sum.
     """
     return r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))
+
+
+def _largest(a: Any, *axes: int) -> Any:
+    return lax.reduce_max(a, axes or tuple(range(a.ndim)))
+
+
+def _least(a: Any, *axes: int) -> Any:
+    return lax.reduce_min(a, axes or tuple(range(a.ndim)))
+
+
+@axiom(
+    law("max(a[:, None] + b, 1) = a + max(b, 1)", kinds="f", a="n", b="nm", max=_largest),
+    law("min(a[:, None] − b) = min(a) − max(b)", kinds="f", a="n", b="m", max=_largest, min=_least),
+    property=SEPARABILITY,
+    on=(REDUCE,),
+    again=True,
+)  # fmt: skip
+def separable_extremum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
+    """Take the terms of a sum of two out of an extremum along the indices that they do not read.
+
+    Rounding is monotonic, so both sides are equal bit for bit. Integers, which wrap, stay.
+    """
+    r = RightSide.of(ctx, separable_extremum, cls, node.bound)
+    bound = [i for i in r.sizes if i >= node.out]
+    nonempty = all(isinstance(r.sizes[i], int) and r.sizes[i] for i in bound)
+    if node.attr not in OPPOSITE or dtype_kind(r.dtype) != "f" or not nonempty:
+        return
+    source = ctx.g.find(node.args[0])
+    for total in list(ctx.g.classes[source.cls].nodes):
+        if total.op == ADD and len(total.args) == 2:
+            pair = [(k, a.over(source.axes)) for k, a in zip(total.attr, total.args, strict=True)]
+            shared = [i for i in bound if all(i in a.axes for _, a in pair)]
+            if len(shared) < len(bound):
+                best = r.sum(*(_extremum(r, node.attr, k, a, bound, shared) for k, a in pair))
+                yield r.term(REDUCE, (best,), node.attr, summed=shared) if shared else best
+
+
+def _extremum(
+    r: RightSide, monoid: str, k: Any, a: Ref, bound: list[int], shared: list[int]
+) -> tuple[Any, Ref]:
+    """Return a term's coefficient, and its extremum along the indices that it alone reads."""
+    own = [i for i in bound if i in a.axes and i not in shared]
+    name = monoid if k > 0 else OPPOSITE[monoid]
+    return k, r.term(REDUCE, (a,), name, summed=own) if own else a

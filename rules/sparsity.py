@@ -14,8 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import nn
 
-from symjax_rewrite.ir.index_tests import index_of, indicated
-from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.index_tests import index_of, indicated, label_of
 from symjax_rewrite.ir.products import expand_node, flattest, is_half
 from symjax_rewrite.ir.term import CONCAT, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import shown_case
@@ -45,7 +44,7 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
     r = RightSide.of(ctx, one_hot, cls, p.bound)
     for k, f in enumerate(p.factors):
-        test = one_hot_of(ctx, f) or _identity_rows(ctx, f)
+        test = label_of(ctx.g, indicated(ctx.g, f)) or _identity_rows(ctx, f)
         if test is None:
             continue
         label, index, *beyond = test
@@ -58,18 +57,6 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             found = r.product(made, summed, precision=p.precision)
             if found is not None and p.coefficient == 1:
                 yield found
-
-
-def one_hot_of(ctx: RuleContext, f: Ref) -> tuple[Ref, int] | None:
-    """Return `(x, v)` of a factor `[x = v]`, an integer value and an index; or None."""
-    for test in indicated(ctx.g, f):
-        if test.kind != "eq" or test.negated:
-            continue
-        for label, other in ((test.left, test.right), (test.right, test.left)):
-            found = index_of(ctx.g, other)
-            if found and not found[1] and dtype_kind(ctx.g.classes[label.cls].dtype) in "iu":
-                return label, found[0]
-    return None
 
 
 def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:

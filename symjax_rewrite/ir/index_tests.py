@@ -5,11 +5,11 @@ May import `egraph` and `primitives`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import holds
+from symjax_rewrite.ir.primitives import dtype_kind, holds
 from symjax_rewrite.ir.term import ADD, CONST, IOTA, MAP, Node, Ref, is_cast, is_choice
 
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt")
@@ -68,6 +68,18 @@ def index_of(g: EGraph, ref: Ref) -> tuple[int, int] | None:
             c = g.classes[base.cls]
             if any(m.op == IOTA for m in c.nodes) and holds(c.dtype, offset, c.sizes[0]):
                 return ref.axes[base.axes[0]], offset
+    return None
+
+
+def label_of(g: EGraph, tests: Iterable[IndexTest]) -> tuple[Ref, int] | None:
+    """Return `(x, v)` of the first test `[x = v]` of an integer value and an index, or None."""
+    for test in tests:
+        if test.kind != "eq" or test.negated:
+            continue
+        for label, other in ((test.left, test.right), (test.right, test.left)):
+            found = index_of(g, other)
+            if found and not found[1] and dtype_kind(g.classes[label.cls].dtype) in "iu":
+                return label, found[0]
     return None
 
 

@@ -97,7 +97,9 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
         node = node_of(g, c)
         ring = dtype_kind(g.classes[c].dtype) in RING
         elementwise = c in sliced and node.op in (MAP, REDUCE)
-        algebraic = ring and (node.op in ALGEBRAIC or _masks_rows(g, need, c))
+        algebraic = ring and (
+            node.op in ALGEBRAIC or _masks_rows(g, need, c) or _separates(g, need, c)
+        )
         if node.op == SLICE or elementwise or algebraic:
             member.add(c)
         # Elementwise terms of which only a part is read belong to the region of the slice.
@@ -125,6 +127,18 @@ def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
         return False
     read = next(a.axes for a in user.args if a.cls == cls)
     return all(read[i] < user.out for i in which.axes)
+
+
+def _separates(g: EGraph, need: Needed, cls: int) -> bool:
+    """Return True if an extremum is of a sum of two terms that do not both read its indices."""
+    node = node_of(g, cls)
+    if node.op != REDUCE or need.uses[node.args[0].cls] != 1:
+        return False
+    source, total = node.args[0], node_of(g, node.args[0].cls)
+    if total.op != ADD or len(total.args) != 2:
+        return False
+    one, other = ({source.axes[i] for i in a.axes} for a in total.args)
+    return any(i >= node.out and i not in one & other for i in source.axes)
 
 
 def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
@@ -228,7 +242,9 @@ def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: boo
         elif node.op == ADD:
             if sum(a in products for a in args) > 1:
                 return True
-        elif node.op in PARTIAL and any(a in args for a in _read_parts(node)):
+        elif node.op == REDUCE or (
+            node.op in PARTIAL and any(a in args for a in _read_parts(node))
+        ):
             return True
     return False
 

@@ -3,8 +3,9 @@
 Σ_m S[n,m]·g[n,m]·w[m] = Σ_k v[n,k]·g[n,p[n,k]]·w[p[n,k]]        S[n, p[n,k]] += v[n,k]
 
 The derivative by the k nearest neighbours of a row is such an S: it is nonzero at k columns. Its
-cofactors are computed at these columns alone, and summed in place or by column. Cofactors of zeros
-are not read, as for labels and masks (README, Numerics levels).
+cofactors are computed at these columns alone, and summed in place or by column. One-hot labels and
+values selected by a label are S with one place in each row: their sums by column are sums of
+segments. Cofactors of zeros are not read, as for labels and masks (README, Numerics levels).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from symjax_rewrite.cost.term_cost import is_dot, is_thin
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.index_tests import comparisons, indicated, label_of
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.ir.value_analysis import is_zero
+from symjax_rewrite.ir.value_analysis import is_zero, shown_case
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
@@ -53,6 +55,7 @@ class Sparse:
 
     along: the slot that the places index. place, value: over the class's other slots and the names
     in `extra`, which have sizes. clips: places out of range are clipped; else they are dropped.
+    labels: the places are compared with the index; sums over a row are gathers of the rules then.
     """
 
     cls: int
@@ -61,6 +64,7 @@ class Sparse:
     value: Ref
     extra: tuple[tuple[str, int], ...]
     clips: bool
+    labels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ class SparseSum:
         size, lead = self.columns.builder.sizes, self.columns.names
         dtype = np.dtype(self.dtype)
         made, place = self.columns.steps(emitter)
-        total: Any = jnp.ones((), jnp.promote_types(dtype, np.float32))
+        wide = jnp.promote_types(dtype, np.float32) if dtype_kind(str(dtype)) == "f" else dtype
+        total: Any = jnp.ones((), wide)
         for root in self.roots:
             total = total * made[root]
         total = jnp.broadcast_to(total, tuple(size[n] for n in lead))
@@ -144,10 +149,33 @@ class _Finder:
 
     def _sparse(self, cls: int) -> Sparse | None:
         """Return a class as one that is zero except at some places, or None."""
-        if node_of(self.g, cls).op != op.NATIVE or cls not in self.t.made_by:
+        if elements(self.t, cls) < max(self.least, 1):
             return None
+        if node_of(self.g, cls).op != op.NATIVE:
+            return self._labelled(cls)
+        return self._scattered(cls) if cls in self.t.made_by else None
+
+    def _labelled(self, cls: int) -> Sparse | None:
+        """Return `[x = v]`, or a value where x = v and zero elsewhere, as a sparse class."""
+        node, dtype = node_of(self.g, cls), self.g.classes[cls].dtype
+        sizes = self.g.classes[cls].sizes
+        found = label_of(self.g, indicated(self.g, self.g.ref(cls)))
+        value = self.g.add(op.CONST, (1, dtype, "1"), (), (), (), dtype) if found else None
+        if shown_case(self.g, node) == 2:
+            found = label_of(self.g, comparisons(self.g, node.args[0]))
+            value = node.args[2]
+        if found is None or value is None or len(sizes) < 2:
+            return None
+        place, along = found
+        size, held = sizes[along], np.iinfo(self.g.classes[place.cls].dtype).max
+        if not isinstance(size, int) or size > held or along in (*place.axes, *value.axes):
+            return None
+        return Sparse(cls, along, place, value, (), clips=False, labels=True)
+
+    def _scattered(self, cls: int) -> Sparse | None:
+        """Return a scatter into zeros as a sparse class."""
         found = gather_patterns.scattered(self.t, cls)
-        if found is None or len(found.along) != 1 or elements(self.t, cls) < max(self.least, 1):
+        if found is None or len(found.along) != 1:
             return None
         count = len(self.g.classes[cls].sizes)
         (along,), (place,), value, bound = found.along, found.places, found.value, list(found.bound)
@@ -204,7 +232,7 @@ class _Finder:
     def route(self, cls: int) -> tuple[Sparse, ClassRoute] | None:
         """Return a sum over the nonzero places of a sparse class, with this class, or None."""
         node, of = node_of(self.g, cls), self.g.classes[cls]
-        if node.op != op.CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
+        if node.op != op.CONTRACT or not node.bound or dtype_kind(of.dtype) not in "fiu":
             return None
         sizes: dict[int, Any] = dict(enumerate((*of.sizes, *node.bound)))
         if not all(isinstance(s, int) and s for s in sizes.values()):
@@ -218,6 +246,8 @@ class _Finder:
     ) -> tuple[Sparse, ClassRoute] | None:
         source = self.sources[held.cls]
         column = held.axes[source.along]
+        if source.labels and column >= node.out:
+            return None
         lead = [i for i in sizes if i != column]
         row = max((i for i in held.axes if i != column), key=sizes.__getitem__)
         extra = dict(source.extra)
