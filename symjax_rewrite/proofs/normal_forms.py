@@ -16,7 +16,7 @@ from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
-from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs import functions, orders, reductions
 from symjax_rewrite.proofs.affine_forms import affine_again
 from symjax_rewrite.proofs.affine_trees import find_trees
 from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
@@ -27,6 +27,7 @@ from symjax_rewrite.proofs.opened_loops import open_loops
 from symjax_rewrite.proofs.recurrences import LoopSolver, iteration_again, tree_value
 from symjax_rewrite.proofs.sign_cases import is_zero_by_cases
 
+ANGULAR = frozenset(["sin", "cos", "tan"])
 ROUNDS = 4  # denominators within denominators that are multiplied out
 
 
@@ -43,6 +44,9 @@ BUILDERS: Mapping[str, Builder] = {
     "take": lambda a, _, b: reductions.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
     "map": lambda a, f, b: functions.applied(a, *f.attr, *[p for _, p in b], integer=f.integer),
     "opaque": lambda a, f, b: a.of(a.table.intern("opaque", f.attr, b, f.facts, keeps_bound=True)),
+    "argmax": orders.place_again,
+    "order": orders.place_again,
+    "sorted": orders.sorted_again,
     "recurrence": affine_again,
     "iteration": iteration_again,
 }
@@ -51,11 +55,13 @@ BUILDERS: Mapping[str, Builder] = {
 class Mode(NamedTuple):
     """Options of making normal forms.
 
-    maxima_as_cases: True to write maxima of two values by a test. entries: see `Calculus`.
+    maxima_as_cases: True to write maxima of two values by a test. entries, angle_sums: see
+    `Calculus`.
     """
 
     maxima_as_cases: bool = False
     entries: frozenset[tuple[Any, int]] | None = None
+    angle_sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,8 @@ class NormalForms:
 
     def other_modes(self) -> Iterator[Mode]:
         """Yield the modes in which the functions may be equal if they are not in the first."""
+        if any(f.kind == "map" and f.attr[0] in ANGULAR for f in self.a.table.forms):
+            yield Mode(angle_sums=True)
         yield Mode(maxima_as_cases=True)
         entries = frozenset(self._entries())
         if entries or any(f.kind in ("iteration", "recurrence") for f in self.a.table.forms):

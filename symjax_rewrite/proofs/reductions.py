@@ -14,6 +14,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.proofs import orders
 from symjax_rewrite.proofs.arithmetic import Calculus, Operation, operation
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -32,6 +34,7 @@ from symjax_rewrite.proofs.forms import (
     plain,
 )
 from symjax_rewrite.proofs.functions import as_index, is_within, positive
+from symjax_rewrite.proofs.power_sums import power_of_index, power_sum, without_index
 
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
 MOST_ENTRIES = 16  # values of an index that are read one by one
@@ -42,6 +45,8 @@ def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
     """Return the sum of a polynomial over bound names."""
     if any(a.table.sizes[n] == 0 for n in names):
         return ZERO
+    single = [n for n in names if a.table.sizes[n] == 1]
+    p, names = a.substitute(p, dict.fromkeys(single, (0, ()))), [n for n in names if n not in single]
     out = p
     for name in names:
         before = Operation("sum", (((name,), out),))
@@ -144,9 +149,30 @@ def _sum_of_product(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
     factors = [a.term(1, {x: e for x, e in mono if not any(atom_reads(x, n) for n in bound)})]
     for part in _connected(mono, bound):
         inside = tuple([f for f in mono if any(atom_reads(f[0], n) for n in part)])
+        if (known := _known_sum(a, inside, part)) is not None:
+            factors.append(known)
+            continue
         sizes = [a.size(a.table.sizes[n]) for n in part]
         factors += [_sum_atom(a, inside, part)] if inside else sizes
     return a.product(*factors)
+
+
+def _known_sum(a: Calculus, mono: Mono, names: Sequence[int]) -> Poly | None:
+    """Return Σ_k of a power of k, or of a function of sorted values alone; else None."""
+    if len(names) != 1:
+        return None
+    name, size = names[0], a.table.sizes[names[0]]
+    before = Operation("sum", ((tuple(names), a.term(1, dict(mono))),))
+    if mono and (p := power_of_index(a, mono, name)) is not None:
+        return a.record("power_sum", before, power_sum(a, p, a.size(size)))
+    if len(mono) != 1 or a.form(mono[0][0]).kind != "sorted":
+        return None
+    ((other,), body), (_, at) = a.opened(mono[0][0])
+    if at != a.index(plain(name)) or a.table.sizes[other] != size:
+        return None
+    if any(n == name for n in names_of(body)):
+        return None
+    return a.record("sum_of_sorted", before, total(a, a.power(body, mono[0][1]), (other,)))
 
 
 def _connected(mono: Mono, bound: Sequence[int]) -> list[list[int]]:
@@ -240,6 +266,10 @@ def taken(
     out of range, where the key tells what is read.
     """
     if key is None:
+        if len(names) == 1:
+            known = orders.taken_at_place(a, p, names[0], places[0])
+            if known is not None:
+                return known
         found = [as_index(a, q) for q in places]
         p = a.substitute(p, {n: i for n, i in zip(names, found, strict=True) if i is not None})
         names = [n for n, i in zip(names, found, strict=True) if i is None]
@@ -268,9 +298,24 @@ def taken(
 def _in_range(a: Calculus, p: Poly, f: Poly, name: int) -> Cut | None:
     """Return the sum of f over the values of an index where p is positive; None if unknown."""
     index = as_index(a, p)
-    if index is None or dict(index[1]).get(name) != 1:
+    stride = 0 if index is None else dict(index[1]).get(name)
+    if index is None or stride not in (1, -1):
         return None
+    if stride == -1:
+        return _before(a, f, name, index)
     return _from_start(a, f, name, index) or _after(a, f, name, index)
+
+
+def _before(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
+    """Return Σ_k [m > k]·c·k^e, for m in the range of k or its end."""
+    end = linear(index[0], [(n, s) for n, s in index[1] if n != name])
+    if len(p) != 1 or not is_within(a, a.index(end), a.table.sizes[name] + 1):
+        return None
+    ((mono, c),) = p
+    e = power_of_index(a, mono, name)
+    if e is None:
+        return None
+    return "power_sum", a.mul(a.term(c, without_index(mono, name)), power_sum(a, e, a.index(end)))
 
 
 def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
@@ -303,14 +348,14 @@ def with_split_ranges(a: Calculus, p: Poly) -> Poly:
     Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
     """
     ranges = {x: _range_of(a, x) for mono, _ in p for x, e in mono if e == 1}
-    sums = sorted((x, n) for x, n in ranges.items() if n is not None)
+    sums = [(x, n) for x, n in sorted(ranges.items(), key=lambda item: item[0]) if n is not None]
     for (whole, n), (part, m) in product(sums, sums):
-        if m >= n:
+        if not a.facts.nonnegative(n - m - 1):
             continue
         ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
         if a.substitute(begin, {others[0]: plain(names[0])}) == body:
-            k = a.table.fresh(n - m)
-            rest = total(a, a.substitute(body, {names[0]: linear(m, [(k, 1)])}), (k,))
+            k, (offset, terms) = a.table.fresh(n - m), a.table.size_index(m)
+            rest = total(a, a.substitute(body, {names[0]: linear(offset, [*terms, (k, 1)])}), (k,))
             split = a.add(a.of(part), rest)
             a.record("range_split", Operation("sum", ((names, body),)), split)
             return a.mapped(p, functools.partial(_exchanged, whole, split))
@@ -321,12 +366,12 @@ def _exchanged(old: Atom, new: Poly, atom: Atom) -> Atom | Poly:
     return new if atom == old else atom
 
 
-def _range_of(a: Calculus, atom: Atom) -> int | None:
+def _range_of(a: Calculus, atom: Atom) -> Dim | None:
     """Return the number of terms of a sum over one index; None for any other form."""
     form = a.form(atom)
     if form.kind != "sum" or len(form.branches[0][0]) != 1:
         return None
-    return form.branches[0][0][0] if form.branches[0][0][0] >= 0 else None
+    return a.table.dim(form.branches[0][0][0])
 
 
 # ---------------------------------------------------------------- maxima
@@ -348,9 +393,37 @@ def maximum(a: Calculus, branches: Sequence[Branch]) -> Poly:
         return _split(a, kept, min(tests))
     kept = _without_repetitions(a, kept)
     out = _standard(a, kept)
+    if len(kept) == 1 and (made := _simpler(a, *kept[0])) is not None:
+        before = Operation("max", tuple((tuple(n), p) for n, p in branches))
+        return a.record("max_of_increasing", before, made)
     plain_max = len(branches) == 1 and len(out) == 1 and len(out[0][0]) == 1
     if not plain_max:
         a.record("max", Operation("max", tuple((tuple(n), p) for n, p in branches)), out)
+    return out
+
+
+def _simpler(a: Calculus, names: Sequence[int], p: Poly) -> Poly | None:
+    """Return max f(q) as f(max q), and a maximum of unconnected sums as a sum of maxima."""
+    if not names:
+        return None
+    parts = _connected_terms(p, names)
+    if len(parts) > 1:
+        return a.add(*[maximum(a, [(n, q)]) for n, q in parts])
+    if (found := orders.increasing(a, p)) is None:
+        return None
+    function, inner = found
+    return function(maximum(a, [(names, inner)]))
+
+
+def _connected_terms(p: Poly, names: Sequence[int]) -> list[tuple[list[int], Poly]]:
+    """Return the terms of a sum in groups that read no name in common, with these names."""
+    out: list[tuple[list[int], Poly]] = []
+    for term in p:
+        read = [n for n in names if mono_reads(term[0], n)]
+        joined = [g for g in out if set(g[0]) & set(read)] if read else out[:1]
+        mine = sorted({*read}.union(*(g[0] for g in joined)))
+        terms = tuple(sorted((term, *(t for g in joined for t in g[1]))))
+        out = [*(g for g in out if g not in joined), (mine, terms)]
     return out
 
 
@@ -418,7 +491,7 @@ def _standard(a: Calculus, branches: list[Branch]) -> Poly:
         if not any(mono_reads(mono, n) for n in bound) and all((mono, c) in p for _, p in branches)
     ]
     rest = [(names, tuple([t for t in p if t not in common])) for names, p in branches]
-    factor, rest = _common_factor(a, rest, bound)
+    factor, rest = common_factor(a, rest, bound)
     sign = max(a.sign(p) for _, p in rest)
     real = all(a.is_real(p) for _, p in rest)
     whole = all(a.is_integer(p) for _, p in rest)
@@ -427,7 +500,7 @@ def _standard(a: Calculus, branches: list[Branch]) -> Poly:
     return a.add(tuple(common), a.mul(factor, a.of(atom)))
 
 
-def _common_factor(
+def common_factor(
     a: Calculus, branches: list[Branch], bound: set[int]
 ) -> tuple[Poly, list[Branch]]:
     """Return a positive factor of all branches, and what remains of them."""
