@@ -314,7 +314,7 @@ def mask(a: Calculus, test: Poly) -> Poly:
 
 
 def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
-    """Return a function whose only laws are those of cases, and of odd and even functions, and of angles."""
+    """Return a function whose only laws are those of cases, of parity and of angles."""
     if a.angle_sums and name in TRIGONOMETRIC:
         return TRIGONOMETRIC[name](a, params, *operands)
     if len(operands) == 1:

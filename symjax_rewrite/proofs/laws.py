@@ -44,8 +44,7 @@ LAWS = {
     "sort": "sort(f(a)) = f(sort(a)) if f increases, sort(−a)[j] = −sort(a)[n−1−j], "
     "sort(a)[0] = min(a), sort(a)[n−1] = max(a)",
     "sum_of_sorted": "Σ_j f(sort(a)[j]) = Σ_k f(a[k])",
-    "value_at_place": "f(a)[argmax(a)] = max_k f(a), f(a)[argsort(a)] = sort(f(a)), "
-    "if f increases",
+    "value_at_place": "f(a)[argmax(a)] = max_k f(a), f(a)[argsort(a)] = sort(f(a)), if f increases",
     "max_by_test": "max(a, b) = b + [a > b]·(a − b)",
     "sign_cases": "a = b if a = b where c > 0, where c < 0 and where c = 0, for each tested c",
     "monotone": "[exp(a) − exp(b) > 0] = [a − b > 0], also of = 0",

@@ -32,7 +32,7 @@ from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
 from symjax_rewrite.proofs.sorting import SORTS, ordered
 from symjax_rewrite.proofs.trigonometry import cosine
-from symjax_rewrite.proofs.windows import windowed
+from symjax_rewrite.proofs.windows import PREFIXES, windowed
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())
@@ -147,8 +147,9 @@ class Lifting:
             case "dim_as_value":
                 return self.a.size(from_jax(eqn.params["dim"]))
             case "iota":
-                place = self.place(self.t.program.equations[number].outvals[0],
-                                   eqn.params["dimension"], here)
+                place = self.place(
+                    self.t.program.equations[number].outvals[0], eqn.params["dimension"], here
+                )
                 return None if place is None else self.a.index(place)
             case "pad" | "slice":
                 return self._part(number, here)
@@ -158,7 +159,7 @@ class Lifting:
                 return self._reversed(number, here)
             case name if name in SORTS:
                 return ordered(self, number, output, here)
-            case name if name in _PREFIXES:
+            case name if name in PREFIXES:
                 return self._prefix(number, here)
         made = windowed(self, number, here)
         return made if made is not None else self.solve(self, number, output, here)
@@ -293,16 +294,14 @@ class Lifting:
             return None
         beyond = a.sub(a.index(plain(k)), a.index(place))
         outside = functions.positive(a, a.scale(-1, beyond) if params["reverse"] else beyond)
-        return _PREFIXES[e.eqn.primitive.name](a, k, read, a.sub(ONE, outside))
+        return PREFIXES[e.eqn.primitive.name](a, k, read, a.sub(ONE, outside))
 
     def place(self, made: int, axis: int, here: list[Index]) -> Index | None:
         """Return the index at which an axis of a result is read; None if there are several."""
         mine = self.t.positions[made][axis]
         return None if len(mine) > 1 else here[mine[0]] if mine else (0, ())
 
-    def _is_same_axis(
-        self, made: int, source: int, axis: int, removed: int | None = None
-    ) -> bool:
+    def _is_same_axis(self, made: int, source: int, axis: int, removed: int | None = None) -> bool:
         places = ((made, axis - _is_behind(axis, removed)), (source, axis))
         axes = [[self.t.ids[v][i] for i in self.t.positions[v][k]] for v, k in places]
         return axes[0] == axes[1]
@@ -537,22 +536,6 @@ def _or(a: Calculus, p: Poly, q: Poly) -> Poly:
     return a.sub(a.add(p, q), a.mul(p, q))
 
 
-def _sum_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
-    return reductions.total(a, a.mul(inside, p), (k,))
-
-
-def _largest_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
-    return reductions.maximum(a, [((k,), a.add(p, functions.mask(a, inside)))])
-
-
-_PREFIXES: dict[str, Callable[[Calculus, int, Poly, Poly], Poly]] = {
-    "cumsum": _sum_of,
-    "cummax": _largest_of,
-    "cummin": lambda a, k, p, inside: a.scale(-1, _largest_of(a, k, a.scale(-1, p), inside)),
-    "cumlogsumexp": lambda a, k, p, inside: functions.log(
-        a, _sum_of(a, k, functions.exp(a, p), inside)
-    ),
-}
 _CONDITIONED: dict[str, tuple[tuple[int, str], ...]] = {
     "div": ((1, "nonzero"),),
     "reciprocal": ((0, "nonzero"),),

@@ -99,8 +99,15 @@ class NormalForms:
             yield Mode(angle_sums=True)
         yield Mode(maxima_as_cases=True)
         entries = frozenset(self._entries())
-        if entries or any(f.kind in ("iteration", "recurrence") for f in self.a.table.forms):
+        loops = [
+            k for k, f in enumerate(self.a.table.forms) if f.kind in ("iteration", "recurrence")
+        ]
+        if entries or loops:
             yield Mode(entries=entries)
+        read = [self.a.table.forms[k] for loop in loops for k in self.a.reached(loop)]
+        leaves = {(f.attr, k) for f in read if f.kind == "leaf" for k in range(f.slots)}
+        if not leaves <= entries:
+            yield Mode(entries=entries | leaves)
 
     def _entries(self) -> Iterator[tuple[Any, int]]:
         """Yield the inputs, with an axis, of which entries or parts are read."""

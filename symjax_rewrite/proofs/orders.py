@@ -18,7 +18,9 @@ from symjax_rewrite.proofs.forms import (
     Branch,
     Form,
     Poly,
+    atom_reads,
     mono_reads,
+    names_of,
     plain,
 )
 
@@ -55,7 +57,7 @@ def increasing(a: Calculus, p: Poly) -> tuple[Function, Poly] | None:
         )
     base = a.operand(atom) if kinds == {"power"} else a.of(atom)
     known = a.sign(base)
-    if e == 1 and kinds != {"power"} or not known or (e < 0 and known < 2):
+    if (e == 1 and kinds != {"power"}) or not known or (e < 0 and known < 2):
         return None
     turn = sign if e > 0 else -sign
     return (lambda q: a.scale(sign, a.power(a.scale(turn, q), e))), a.scale(turn, base)
@@ -124,6 +126,28 @@ def sorted_atom(a: Calculus, p: Poly) -> Atom | None:
         atom = p[0][0][0][0]
         return atom if a.form(atom).kind == "sorted" else None
     return None
+
+
+def without_order(a: Calculus, p: Poly, name: int) -> Poly | None:
+    """Return f(x[j]) of f(sort(x)[j]), of a name j; None if p reads j in another way."""
+    found: set[Atom | None] = set()
+
+    def to(atom: Atom) -> Atom | Poly:
+        if not atom_reads(atom, name):
+            return atom
+        form = a.form(atom)
+        if form.kind != "sorted":
+            if not form.branches or form.kind in reductions.UNSPLIT:
+                found.add(None)
+                return atom
+            return a.again(atom, [(names, a.mapped(q, to)) for names, q in a.opened(atom)])
+        ((other,), body), (_, at) = a.opened(atom)
+        is_whole = at == a.index(plain(name)) and a.table.sizes[other] == a.table.sizes[name]
+        found.add(atom if is_whole and name not in names_of(body) else None)
+        return a.substitute(body, {other: plain(name)})
+
+    made = a.mapped(p, to)
+    return made if len(found) == 1 and None not in found else None
 
 
 def taken_at_place(a: Calculus, p: Poly, name: int, at: Poly) -> Poly | None:

@@ -97,14 +97,11 @@ def decided(problem: Problem, found: Sampled, started: float) -> Proof | Unknown
     first, reason = _attempt(problem, Mode())
     last = first
     modes = [Mode(maxima_as_cases=True)] if first is None else first.other_modes()
-    modes = list(modes) if reason else []
-    for mode in modes:
+    for mode in modes if reason else ():
         forms, why = _attempt(problem, mode)
         if forms is not None and not why:
             last, reason = forms, ""
             break
-        if forms is not None and mode.entries == frozenset():  # unfolded loops read entries
-            modes += [m for m in forms.other_modes() if m.entries]
     if last is None or reason:
         return _unknown(problem, last, reason, found)
     return _proof(problem, last, started, found)
@@ -151,7 +148,9 @@ def _proof(problem: Problem, forms: NormalForms, started: float, found: Sampled)
     }
 
     def again(seed: int) -> bool:
-        fresh, why = _attempt(problem, Mode(forms.a.maxima_as_cases, forms.a.entries, forms.a.angle_sums))
+        fresh, why = _attempt(
+            problem, Mode(forms.a.maxima_as_cases, forms.a.entries, forms.a.angle_sums)
+        )
         return fresh is not None and not why and not Checked.of(problem, fresh, seed).wrong
 
     steps = tuple(_steps(notation, forms, checked))

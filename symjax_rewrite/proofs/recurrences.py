@@ -70,13 +70,16 @@ def reads(a: Calculus, p: Poly, forms: set[int]) -> bool:
 class Carried:
     """A carry: its input form, the names of its axes, its start, its next value, its solution.
 
-    solved: its value before the step of a name, over `names`; None if it is not solved.
+    step, time: the name of the number of a step, below n, and of the steps done, up to n.
+    solved: its value after so many steps, over `time` and `names`; None if it is not solved.
     """
 
     form: int
     names: list[int]
     start: Poly
     after: Poly
+    step: int
+    time: int
     solved: Poly | None = None
 
 
@@ -86,8 +89,10 @@ def leaves_of(
     """Return the starts, next values or solutions of carries as functions of their indices."""
 
     def read(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
-        p = getattr(c, part)
-        return lambda at: a.substitute(p, {**(to or {}), **dict(zip(c.names, at, strict=True))})
+        p, given = getattr(c, part), dict(to or {})
+        if part == "solved":
+            given[c.time] = given.get(c.step, plain(c.step))
+        return lambda at: a.substitute(p, given | dict(zip(c.names, at, strict=True)))
 
     return {c.form: read(c) for c in carries if getattr(c, part) is not None}
 
@@ -188,7 +193,8 @@ class LoopSolver:
             if ends[0] is None or ends[1] is None:
                 return None
             turned = a.substitute(ends[1], {step: _forward(a, opened, plain(step))})
-            carries.append(Carried(form, names, ends[0], turned))
+            time = a.table.fresh(opened.length + 1)
+            carries.append(Carried(form, names, ends[0], turned, step, time))
         while unsolved := [c for c in carries if c.solved is None]:
             if not any(_solve_one(a, c, carries, step) for c in unsolved):
                 _iterate(a, _group(a, unsolved), carries, step)
@@ -234,7 +240,7 @@ def _solve_one(a: Calculus, c: Carried, carries: Sequence[Carried], step: int) -
         if made is not None:
             name, c.solved = made
             here = leaves_of(a, carries, "solved")
-            later = a.substitute(c.solved, {step: (1, ((step, 1),))})
+            later = a.substitute(c.solved, {c.time: (1, ((step, 1),))})
             a.record(name, operation("same", replaced(a, c.after, here)), later)
             return True
     return False
@@ -252,7 +258,7 @@ def _as_maximum(
             continue
         leaves = leaves_of(a, solved, "solved")
         s = a.table.fresh(a.table.sizes[step])
-        earlier = functions.mask(a, _is_earlier(a, s, step))
+        earlier = functions.mask(a, _is_earlier(a, s, c.time))
         out: list[Branch] = [((), a.scale(sign, c.start))]
         for names, p in rest:
             p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
@@ -261,9 +267,9 @@ def _as_maximum(
     return None
 
 
-def _is_earlier(a: Calculus, s: int, step: int) -> Poly:
+def _is_earlier(a: Calculus, s: int, time: int) -> Poly:
     """Return [s < t]."""
-    return functions.positive(a, a.sub(a.index(plain(step)), a.index(plain(s))))
+    return functions.positive(a, a.sub(a.index(plain(time)), a.index(plain(s))))
 
 
 def _as_affine(
@@ -294,14 +300,15 @@ def _as_affine(
         start = a.mul(c.start, replaced(a, gauge, leaves_of(a, solved, "start")))
     if factor == ONE:
         s = a.table.fresh(a.table.sizes[step])
-        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, step))
+        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, c.time))
         folded = a.add(start, reductions.total(a, term, (s,)))
     else:
-        folded = recurrence(a, factor, shift, start, step, a.index(plain(step)))
+        folded = recurrence(a, factor, shift, start, step, a.index(plain(c.time)))
     name = "fold_of_sum" if factor == ONE else "affine_recurrence"
     if gauge == ONE:
         return name, folded
-    return "change_of_variables", a.mul(folded, a.power(replaced(a, gauge, leaves), -1))
+    now = replaced(a, gauge, leaves_of(a, solved, "solved", {step: plain(c.time)}))
+    return "change_of_variables", a.mul(folded, a.power(now, -1))
 
 
 def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:
@@ -357,7 +364,7 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
         after = replaced(a, steps[c.form], _leaves(a, mine))
         branches.append(bound_names(a, [step, *c.names], after))
     for k, c in enumerate(group):
-        places = [((), a.index(plain(n))) for n in (step, *c.names)]
+        places = [((), a.index(plain(n))) for n in (c.time, *c.names)]
         attr = (level, k, tuple(mine.values()))
         c.solved = _iteration(a, attr, [*branches, *places])
 

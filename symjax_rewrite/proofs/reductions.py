@@ -46,7 +46,10 @@ def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
     if any(a.table.sizes[n] == 0 for n in names):
         return ZERO
     single = [n for n in names if a.table.sizes[n] == 1]
-    p, names = a.substitute(p, dict.fromkeys(single, (0, ()))), [n for n in names if n not in single]
+    p, names = (
+        a.substitute(p, dict.fromkeys(single, (0, ()))),
+        [n for n in names if n not in single],
+    )
     out = p
     for name in names:
         before = Operation("sum", (((name,), out),))
@@ -161,18 +164,12 @@ def _known_sum(a: Calculus, mono: Mono, names: Sequence[int]) -> Poly | None:
     """Return Σ_k of a power of k, or of a function of sorted values alone; else None."""
     if len(names) != 1:
         return None
-    name, size = names[0], a.table.sizes[names[0]]
+    name = names[0]
     before = Operation("sum", ((tuple(names), a.term(1, dict(mono))),))
     if mono and (p := power_of_index(a, mono, name)) is not None:
-        return a.record("power_sum", before, power_sum(a, p, a.size(size)))
-    if len(mono) != 1 or a.form(mono[0][0]).kind != "sorted":
-        return None
-    ((other,), body), (_, at) = a.opened(mono[0][0])
-    if at != a.index(plain(name)) or a.table.sizes[other] != size:
-        return None
-    if any(n == name for n in names_of(body)):
-        return None
-    return a.record("sum_of_sorted", before, total(a, a.power(body, mono[0][1]), (other,)))
+        return a.record("power_sum", before, power_sum(a, p, a.size(a.table.sizes[name])))
+    unsorted = orders.without_order(a, a.term(1, dict(mono)), name)
+    return a.record("sum_of_sorted", before, total(a, unsorted, names)) if unsorted else None
 
 
 def _connected(mono: Mono, bound: Sequence[int]) -> list[list[int]]:
@@ -408,11 +405,11 @@ def _simpler(a: Calculus, names: Sequence[int], p: Poly) -> Poly | None:
         return None
     parts = _connected_terms(p, names)
     if len(parts) > 1:
-        return a.add(*[maximum(a, [(n, q)]) for n, q in parts])
+        return a.add(*[maximum(a, [(tuple(n), q)]) for n, q in parts])
     if (found := orders.increasing(a, p)) is None:
         return None
     function, inner = found
-    return function(maximum(a, [(names, inner)]))
+    return function(maximum(a, [(tuple(names), inner)]))
 
 
 def _connected_terms(p: Poly, names: Sequence[int]) -> list[tuple[list[int], Poly]]:

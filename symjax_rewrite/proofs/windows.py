@@ -1,4 +1,4 @@
-"""Convolutions, reductions of windows and products, as sums, maxima and recurrences over indices.
+"""Convolutions, windows, prefixes and products, as sums, maxima and recurrences over indices.
 
     conv(x, w)[n,o,t]  →  Σ_{c,k} [t·s + k − p is in x]·x[n, c, t·s + k − p]·w[o, c, k]
 
@@ -8,7 +8,7 @@ combination, the operation stays opaque.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from symjax_rewrite.cost.equation_cost import shape_of
@@ -184,3 +184,21 @@ def _divided(a: Calculus, index: Index, sizes: Sequence[Dim]) -> list[Index] | N
         return None
     before = _divided(a, rest, outer)
     return None if before is None else [*before, inner]
+
+
+def _sum_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
+    return reductions.total(a, a.mul(inside, p), (k,))
+
+
+def _largest_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
+    return reductions.maximum(a, [((k,), a.add(p, functions.mask(a, inside)))])
+
+
+PREFIXES: dict[str, Callable[[Calculus, int, Poly, Poly], Poly]] = {
+    "cumsum": _sum_of,
+    "cummax": _largest_of,
+    "cummin": lambda a, k, p, inside: a.scale(-1, _largest_of(a, k, a.scale(-1, p), inside)),
+    "cumlogsumexp": lambda a, k, p, inside: functions.log(
+        a, _sum_of(a, k, functions.exp(a, p), inside)
+    ),
+}
