@@ -30,7 +30,7 @@ from symjax_rewrite.proofs.affine_forms import product
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
-from symjax_rewrite.proofs.sorting import SORTS, ordered
+from symjax_rewrite.proofs.sorting import SORTS, ordered, taken
 from symjax_rewrite.proofs.trigonometry import cosine
 from symjax_rewrite.proofs.windows import PREFIXES, windowed
 
@@ -339,7 +339,7 @@ class Lifting:
             found = [functions.as_index(a, p) for p in places]
             read = [i or plain(n) for i, n in zip(found, bound, strict=True)]
             source = self.of(node.args[0], [*at[: node.out], *read])
-            return reductions.taken(a, source, bound, places)
+            return taken(a, source, bound, places)
         source = self.of(node.args[0], at)
         if mode == "fill" and fill[0] == 0 and set(windows) == {None}:
             here = [a.sub(p, a.index(plain(n))) for p, n in zip(chosen, bound, strict=True)]

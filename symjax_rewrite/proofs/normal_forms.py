@@ -16,7 +16,7 @@ from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
-from symjax_rewrite.proofs import functions, orders, reductions
+from symjax_rewrite.proofs import functions, orders, reductions, sorting
 from symjax_rewrite.proofs.affine_forms import affine_again
 from symjax_rewrite.proofs.affine_trees import find_trees
 from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
@@ -41,12 +41,12 @@ BUILDERS: Mapping[str, Builder] = {
     "zero": lambda a, _, b: functions.zero(a, b[0][1]),
     "mask": lambda a, _, b: functions.mask(a, b[0][1]),
     "max": lambda a, _, b: reductions.maximum(a, b),
-    "take": lambda a, _, b: reductions.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
+    "take": lambda a, _, b: sorting.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
     "map": lambda a, f, b: functions.applied(a, *f.attr, *[p for _, p in b], integer=f.integer),
     "opaque": lambda a, f, b: a.of(a.table.intern("opaque", f.attr, b, f.facts, keeps_bound=True)),
     "argmax": orders.place_again,
     "order": orders.place_again,
-    "sorted": orders.sorted_again,
+    "sorted": sorting.sorted_again,
     "recurrence": affine_again,
     "iteration": iteration_again,
 }

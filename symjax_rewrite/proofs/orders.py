@@ -8,15 +8,15 @@ An increasing function of all entries keeps their order, and leaves maxima and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from fractions import Fraction
 
-from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs import functions
 from symjax_rewrite.proofs.arithmetic import Calculus, Operation
 from symjax_rewrite.proofs.forms import (
-    ZERO,
     Atom,
     Branch,
     Form,
+    Number,
     Poly,
     atom_reads,
     mono_reads,
@@ -25,6 +25,23 @@ from symjax_rewrite.proofs.forms import (
 )
 
 Function = Callable[[Poly], Poly]
+UNSPLIT = frozenset("leaf index carry opaque recurrence iteration".split())
+
+
+def common_factor(
+    a: Calculus, branches: list[Branch], bound: set[int]
+) -> tuple[Poly, list[Branch]]:
+    """Return a positive factor of all branches, and what remains of them."""
+    terms = [t for _, p in branches for t in p]
+    common: dict[Atom, Number] = {}
+    for atom in {x for mono, _ in terms for x, _ in mono}:
+        if a.form(atom).sign == 2 and not any(atom_reads(atom, n) for n in bound):
+            common[atom] = min(dict(mono).get(atom, 0) for mono, _ in terms)
+    inverse = a.term(1, {atom: -e for atom, e in common.items()})
+    rest = [(names, a.mul(p, inverse)) for names, p in branches]
+    c = min((abs(Fraction(k)) for _, p in rest for _, k in p), default=Fraction(1))
+    rest = [(names, a.scale(1 / c, p)) for names, p in rest]
+    return a.term(c, common), rest
 
 
 def peeled(a: Calculus, p: Poly, names: Sequence[int]) -> tuple[Function, Poly] | None:
@@ -32,7 +49,7 @@ def peeled(a: Calculus, p: Poly, names: Sequence[int]) -> tuple[Function, Poly] 
     outside = tuple([t for t in p if not any(mono_reads(t[0], n) for n in names)])
     if outside:
         return (lambda q: a.add(q, outside)), a.sub(p, outside)
-    factor, ((_, rest),) = reductions.common_factor(a, [((), p)], set(names))
+    factor, ((_, rest),) = common_factor(a, [((), p)], set(names))
     if rest != p:
         return (lambda q: a.mul(factor, q)), rest
     return increasing(a, p)
@@ -86,48 +103,6 @@ def _bare(branch: Branch) -> Branch:
     return tuple(branch[0]), branch[1]
 
 
-def sorted_value(a: Calculus, name: int, p: Poly, at: Poly) -> Poly:
-    """Return entry `at` of the sorted values of a polynomial over a name."""
-    before = Operation("sorted", (((name,), p), ((), at)))
-    last = a.size(a.table.sizes[name] - 1)
-    outer, inner = unwrapped(a, p, [name])
-    opposite = a.scale(-1, inner)
-    mine, other = (
-        a.table.intern("oriented", None, [((name,), q)], {}, keeps_bound=True)
-        for q in (inner, opposite)
-    )
-    made = _sorted(a, name, inner, at, last)
-    if other < mine:
-        made = a.scale(-1, _sorted(a, name, opposite, a.sub(last, at), last))
-    for function in reversed(outer):
-        made = function(made)
-    plain_sort = len(made) == 1 and made[0][1] == 1 and not outer and mine <= other
-    return made if plain_sort else a.record("sort", before, made)
-
-
-def _sorted(a: Calculus, name: int, p: Poly, at: Poly, last: Poly) -> Poly:
-    if at == last:
-        return reductions.maximum(a, [((name,), p)])
-    if at == ZERO:
-        return reductions.minimum(a, [((name,), p)])
-    atom = sorted_atom(a, p)
-    if atom is not None:
-        body, (_, read) = a.opened(atom)
-        if read == a.index(plain(name)) and a.table.sizes[body[0][0]] == a.table.sizes[name]:
-            return sorted_value(a, body[0][0], body[1], at)
-    facts = {"sign": a.sign(p), "real": a.is_real(p), "integer": a.is_integer(p)}
-    branches = [((name,), p), ((), at)]
-    return a.of(a.table.intern("sorted", None, branches, facts, keeps_bound=True))
-
-
-def sorted_atom(a: Calculus, p: Poly) -> Atom | None:
-    """Return the atom of a polynomial that is one entry of sorted values."""
-    if len(p) == 1 and p[0][1] == 1 and len(p[0][0]) == 1 and p[0][0][0][1] == 1:
-        atom = p[0][0][0][0]
-        return atom if a.form(atom).kind == "sorted" else None
-    return None
-
-
 def without_order(a: Calculus, p: Poly, name: int) -> Poly | None:
     """Return f(x[j]) of f(sort(x)[j]), of a name j; None if p reads j in another way."""
     found: set[Atom | None] = set()
@@ -137,7 +112,7 @@ def without_order(a: Calculus, p: Poly, name: int) -> Poly | None:
             return atom
         form = a.form(atom)
         if form.kind != "sorted":
-            if not form.branches or form.kind in reductions.UNSPLIT:
+            if not form.branches or form.kind in UNSPLIT:
                 found.add(None)
                 return atom
             return a.again(atom, [(names, a.mapped(q, to)) for names, q in a.opened(atom)])
@@ -150,34 +125,7 @@ def without_order(a: Calculus, p: Poly, name: int) -> Poly | None:
     return made if len(found) == 1 and None not in found else None
 
 
-def taken_at_place(a: Calculus, p: Poly, name: int, at: Poly) -> Poly | None:
-    """Return the value at the place of an extremum or of the j-th of sorted values, if known."""
-    atom = at[0][0][0][0] if len(at) == 1 and at[0][1] == 1 and len(at[0][0]) == 1 else None
-    if atom is None or a.form(atom).kind not in ("argmax", "order"):
-        return None
-    ((bound,), body), *rest = a.opened(atom)
-    if a.table.sizes[bound] != a.table.sizes[name]:
-        return None
-    body = a.substitute(body, {bound: plain(name)})
-    for sign in (1, -1):
-        if unwrapped(a, a.scale(sign, p), [name])[1] != body:
-            continue
-        if a.form(atom).kind == "argmax":
-            made = a.scale(sign, reductions.maximum(a, [((name,), a.scale(sign, p))]))
-        else:
-            made = a.scale(sign, sorted_value(a, name, a.scale(sign, p), rest[0][1]))
-        before = Operation("take", (((name,), p), ((), at)))
-        return a.record("value_at_place", before, made)
-    return None
-
-
 def place_again(a: Calculus, form: Form, branches: list[Branch]) -> Poly:
     """Make the place of an extremum, or in sorted order, of other operands."""
     ((name,), p), *rest = branches
     return place(a, form.kind, name, p, rest)
-
-
-def sorted_again(a: Calculus, _: Any, branches: list[Branch]) -> Poly:
-    """Make an entry of sorted values of other operands."""
-    ((name,), p), (_, at) = branches
-    return sorted_value(a, name, p, at)

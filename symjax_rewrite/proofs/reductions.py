@@ -38,7 +38,6 @@ from symjax_rewrite.proofs.power_sums import power_of_index, power_sum, without_
 
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
 MOST_ENTRIES = 16  # values of an index that are read one by one
-UNSPLIT = frozenset("leaf index carry opaque recurrence iteration".split())
 
 
 def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
@@ -263,10 +262,6 @@ def taken(
     out of range, where the key tells what is read.
     """
     if key is None:
-        if len(names) == 1:
-            known = orders.taken_at_place(a, p, names[0], places[0])
-            if known is not None:
-                return known
         found = [as_index(a, q) for q in places]
         p = a.substitute(p, {n: i for n, i in zip(names, found, strict=True) if i is not None})
         names = [n for n, i in zip(names, found, strict=True) if i is None]
@@ -279,7 +274,7 @@ def taken(
             return atom
         if form.kind == "index" and key is None:
             return places[read[0]]
-        if form.kind not in UNSPLIT:
+        if form.kind not in orders.UNSPLIT:
             branches = [(n, taken(a, q, names, places, key)) for n, q in a.opened(atom)]
             return a.again(atom, branches)
         if key is not None:
@@ -488,26 +483,10 @@ def _standard(a: Calculus, branches: list[Branch]) -> Poly:
         if not any(mono_reads(mono, n) for n in bound) and all((mono, c) in p for _, p in branches)
     ]
     rest = [(names, tuple([t for t in p if t not in common])) for names, p in branches]
-    factor, rest = common_factor(a, rest, bound)
+    factor, rest = orders.common_factor(a, rest, bound)
     sign = max(a.sign(p) for _, p in rest)
     real = all(a.is_real(p) for _, p in rest)
     whole = all(a.is_integer(p) for _, p in rest)
     facts = {"sign": sign, "real": real, "integer": whole}
     atom = a.table.intern("max", None, rest, facts, is_ordered=False)
     return a.add(tuple(common), a.mul(factor, a.of(atom)))
-
-
-def common_factor(
-    a: Calculus, branches: list[Branch], bound: set[int]
-) -> tuple[Poly, list[Branch]]:
-    """Return a positive factor of all branches, and what remains of them."""
-    terms = [t for _, p in branches for t in p]
-    common: dict[Atom, Number] = {}
-    for atom in {x for mono, _ in terms for x, _ in mono}:
-        if a.form(atom).sign == 2 and not any(atom_reads(atom, n) for n in bound):
-            common[atom] = min(dict(mono).get(atom, 0) for mono, _ in terms)
-    inverse = a.term(1, {atom: -e for atom, e in common.items()})
-    rest = [(names, a.mul(p, inverse)) for names, p in branches]
-    c = min((abs(Fraction(k)) for _, p in rest for _, k in p), default=Fraction(1))
-    rest = [(names, a.scale(1 / c, p)) for names, p in rest]
-    return a.term(c, common), rest
