@@ -1,8 +1,8 @@
-"""Extrema, their places, and sorted values: laws of increasing functions.
+"""Increasing functions, and places of extrema: laws of the order of values.
 
-    argmax_k softmax(x)[k]  →  argmax_k x[k];   sort(−2·x)[j]  →  −2·sort(x)[n−1−j]
+    argmax_k softmax(x)[k]  →  argmax_k x[k]
 
-An increasing function of all entries keeps their order, and leaves maxima and sorted values.
+An increasing function of all entries keeps their order. The laws of sorted values are in `sorting`.
 """
 
 from __future__ import annotations
