@@ -1,6 +1,6 @@
 """Sorted values, and the equations `argmax`, `argmin`, `sort` and `top_k`.
 
-    sort(−2·x)[j]  →  −2·sort(x)[n−1−j];   x[argmax(exp(x))]  →  max_k x[k]
+sort(−2·x)[j]  →  −2·sort(x)[n−1−j];   x[argmax(exp(x))]  →  max_k x[k]
 """
 
 from __future__ import annotations
