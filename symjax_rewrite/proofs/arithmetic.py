@@ -70,8 +70,6 @@ class Law(NamedTuple):
 
 # Of the algebra, the form, its branches with fresh names for bound indices: the form made again.
 Builder = Callable[["Calculus", Form, list[Branch]], Poly]
-# By form, of its index expressions: what stands in its place; None if it stays.
-Replacements = Mapping[int, Callable[[tuple[Index, ...]], Poly | None]]
 
 
 @dataclass(slots=True)
@@ -82,6 +80,7 @@ class Calculus:
     where: the user's line on which the algebra works. most_laws: the budget. facts: about sizes.
     maxima_as_cases: True to write max(a, b) as b + [a > b]·(a − b). entries: inputs, with an axis
     of which single entries are read; None if loops are not unfolded and sums not opened.
+    angle_sums: True to take sines and cosines of sums apart.
     """
 
     builders: Mapping[str, Builder]
@@ -93,6 +92,7 @@ class Calculus:
     maxima_as_cases: bool = False
     facts: Assumptions = field(default_factory=Assumptions)
     entries: frozenset[tuple[Any, int]] | None = None
+    angle_sums: bool = False
     _rebuilt: dict[tuple[int, tuple[Index, ...]], Poly] = field(default_factory=dict)
     _reached: dict[int, frozenset[int]] = field(default_factory=dict)
 
@@ -164,24 +164,6 @@ class Calculus:
                     rest.append(self.power(made, e))
             parts.append(self.product(self.term(c, factors), *rest))
         return self.add(*parts)
-
-    def replaced(self, p: Poly, forms: Replacements) -> Poly:
-        """Return a polynomial with atoms of some forms replaced, inside other forms too.
-
-        An iteration that binds one of the forms as its carry stays; outside it reads none.
-        """
-
-        def value(atom: Atom) -> Atom | Poly:
-            made = forms[atom.form](atom.at) if atom.form in forms else None
-            if made is not None:
-                return made
-            form = self.form(atom)
-            stays = self.reached(atom.form).isdisjoint(forms) or form.kind not in self.builders
-            if stays or (form.kind == "iteration" and not forms.keys().isdisjoint(form.attr[2])):
-                return atom
-            return self.again(atom, [(n, self.replaced(q, forms)) for n, q in self.opened(atom)])
-
-        return self.mapped(p, value)
 
     def substitute(self, p: Poly, to: Mapping[int, Index]) -> Poly:
         """Return a polynomial with names replaced by index expressions."""
@@ -353,6 +335,9 @@ class Calculus:
             elif form.kind == "imaginary":
                 more.append(self.constant(-1) if e % 4 in (2, 3) else ONE)
                 e = e % 2
+            elif self.angle_sums and _is_sine(form) and e > 1 and e.denominator == 1:
+                more.append(self.power(self._square_of_sine(atom), e // 2))
+                e = e % 2
             elif _is_opened(form, e):
                 more.append(self.power(self.operand(atom), e))
                 e = 0
@@ -360,6 +345,14 @@ class Calculus:
                 kept.append((atom, _whole(e)))
         out: Poly = ((tuple(sorted(kept)), self._met(_whole(c))),) if c else ZERO
         return self.product(out, *more) if more else out
+
+    def _square_of_sine(self, atom: Atom) -> Poly:
+        """Return sin² as 1 − cos²."""
+        form, angle = self.form(atom), self.operand(atom)
+        cos = self.made("map", ("cos", *form.attr[1:]), angle, real=form.real)
+        made = self.sub(ONE, self.power(cos, 2))
+        before = operation("map", angle, attr=form.attr)
+        return self.record("pythagoras", before._replace(name="square"), made)
 
     # ------------------------------------------------------------ powers
 
@@ -532,7 +525,12 @@ def _joined(*monos: Iterable[tuple[Atom, Number]]) -> dict[Atom, Number]:
 
 
 def _expands(p: Poly, e: Number) -> bool:
+    """Return True if a power is multiplied out."""
     return e.denominator == 1 and 0 < e <= MOST_POWER and len(p) ** int(e) <= MOST_TERMS
+
+
+def _is_sine(form: Form) -> bool:
+    return form.kind == "map" and form.attr[0] == "sin"
 
 
 def _is_opened(form: Form, e: Number) -> bool:

@@ -142,6 +142,10 @@ class Evaluation:
             return self._over(operands[0], env, depth, lambda x: np.sum(x, axis=0))
         if kind == "max":
             return self._maximum(operands, env, depth)
+        if kind == "argmax":
+            return np.argmax(self._table(operands[0], env, depth), axis=0)
+        if kind in ("sorted", "order"):
+            return self._ordered(kind, operands, env, depth)
         if kind == "recurrence":
             return self._recurrence(operands, env, depth)
         if kind == "iteration":
@@ -151,6 +155,8 @@ class Evaluation:
             chosen = [np.rint(self.poly(q, env, depth)).astype(int) for _, q in places]
             inside = {n: np.clip(i, 0, k - 1) for (n, k), i in zip(names, chosen, strict=True)}
             return self.poly(p, {**env, **inside}, depth)
+        if kind == "square":
+            return self.applied("map", attr, operands, env, depth) ** 2
         if kind in _INTERPRETED or kind == "map":
             values = [self.poly(p, env, depth) for _, p in operands]
             return self._function(kind, attr, values)
@@ -203,6 +209,18 @@ class Evaluation:
     def _maximum(self, operands: Operands, env: Env, depth: int) -> np.ndarray:
         parts = [self._over(o, env, depth, lambda x: np.max(x, axis=0)) for o in operands]
         return functools.reduce(np.maximum, parts)
+
+    def _ordered(self, kind: str, operands: Operands, env: Env, depth: int) -> np.ndarray:
+        """Return an entry of sorted values, or its place before they are sorted."""
+        table, at = self._table(operands[0], env, depth), self.poly(operands[1][1], env, depth)
+        if kind == "sorted":
+            made = np.sort(table, axis=0)
+        else:
+            made = np.argsort(table, axis=0, kind="stable")
+        shape = np.broadcast_shapes(made.shape[1:], np.shape(at))
+        chosen = np.broadcast_to(np.clip(np.rint(at).astype(int), 0, len(made) - 1), shape)
+        whole = np.broadcast_to(made.reshape((len(made), *made.shape[1:])), (len(made), *shape))
+        return np.take_along_axis(whole, chosen[None], axis=0)[0]
 
     def _recurrence(self, operands: Operands, env: Env, depth: int) -> np.ndarray:
         (_, start), (_, place) = operands[2:]

@@ -92,18 +92,20 @@ def linear(offset: int, terms: Iterable[tuple[int, int]]) -> Index:
     return offset, tuple(sorted((n, s) for n, s in total.items() if s))
 
 
-def index_sum(*terms: tuple[int, Index]) -> Index:
-    """Return Σ stride·index of index expressions; a number k is k·(1, ())."""
-    offset = sum(stride * index[0] for stride, index in terms)
-    return linear(offset, [(n, k * stride) for stride, index in terms for n, k in index[1]])
-
-
 def substituted(index: Index, to: Mapping[int, Index]) -> Index:
     """Return an index expression with names replaced by expressions."""
     offset, terms = index
     if not any(name in to for name, _ in terms):
         return index
-    return index_sum((offset, (1, ())), *((k, to.get(n) or plain(n)) for n, k in terms))
+    out = []
+    for name, stride in terms:
+        inner = to.get(name)
+        if inner is None:
+            out.append((name, stride))
+        else:
+            offset += stride * inner[0]
+            out += [(n, s * stride) for n, s in inner[1]]
+    return linear(offset, out)
 
 
 def names_of(p: Poly) -> dict[int, None]:

@@ -24,9 +24,11 @@ from symjax_rewrite.proofs.forms import (
     linear,
     number_of,
 )
+from symjax_rewrite.proofs.trigonometry import cosine, sine, tangent
 
 ODD = frozenset("sin tan asin atan sinh asinh erf erf_inv cbrt sign".split())
-EVEN = frozenset("cos".split())
+EVEN = frozenset(["cos"])
+TRIGONOMETRIC = {"sin": sine, "cos": cosine, "tan": tangent}
 
 
 def exp(a: Calculus, p: Poly) -> Poly:
@@ -312,7 +314,9 @@ def mask(a: Calculus, test: Poly) -> Poly:
 
 
 def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
-    """Return a function whose only laws are those of cases, and of odd and even functions."""
+    """Return a function whose only laws are those of cases, of parity and of angles."""
+    if a.angle_sums and name in TRIGONOMETRIC:
+        return TRIGONOMETRIC[name](a, params, *operands)
     if len(operands) == 1:
         return a.cases(lambda p: _applied(a, name, params, integer, p), operands[0])
     return _applied(a, name, params, integer, *operands)

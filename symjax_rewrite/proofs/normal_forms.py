@@ -16,7 +16,7 @@ from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
-from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs import functions, orders, reductions, sorting
 from symjax_rewrite.proofs.affine_forms import affine_again
 from symjax_rewrite.proofs.affine_trees import find_trees
 from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
@@ -27,6 +27,7 @@ from symjax_rewrite.proofs.opened_loops import open_loops
 from symjax_rewrite.proofs.recurrences import LoopSolver, iteration_again, tree_value
 from symjax_rewrite.proofs.sign_cases import is_zero_by_cases
 
+ANGULAR = frozenset(["sin", "cos", "tan"])
 ROUNDS = 4  # denominators within denominators that are multiplied out
 
 
@@ -40,9 +41,12 @@ BUILDERS: Mapping[str, Builder] = {
     "zero": lambda a, _, b: functions.zero(a, b[0][1]),
     "mask": lambda a, _, b: functions.mask(a, b[0][1]),
     "max": lambda a, _, b: reductions.maximum(a, b),
-    "take": lambda a, _, b: reductions.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
+    "take": lambda a, _, b: sorting.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
     "map": lambda a, f, b: functions.applied(a, *f.attr, *[p for _, p in b], integer=f.integer),
     "opaque": lambda a, f, b: a.of(a.table.intern("opaque", f.attr, b, f.facts, keeps_bound=True)),
+    "argmax": orders.place_again,
+    "order": orders.place_again,
+    "sorted": sorting.sorted_again,
     "recurrence": affine_again,
     "iteration": iteration_again,
 }
@@ -51,11 +55,13 @@ BUILDERS: Mapping[str, Builder] = {
 class Mode(NamedTuple):
     """Options of making normal forms.
 
-    maxima_as_cases: True to write maxima of two values by a test. entries: see `Calculus`.
+    maxima_as_cases: True to write maxima of two values by a test. entries, angle_sums: see
+    `Calculus`.
     """
 
     maxima_as_cases: bool = False
     entries: frozenset[tuple[Any, int]] | None = None
+    angle_sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +95,19 @@ class NormalForms:
 
     def other_modes(self) -> Iterator[Mode]:
         """Yield the modes in which the functions may be equal if they are not in the first."""
+        if any(f.kind == "map" and f.attr[0] in ANGULAR for f in self.a.table.forms):
+            yield Mode(angle_sums=True)
         yield Mode(maxima_as_cases=True)
         entries = frozenset(self._entries())
-        if entries or any(f.kind in ("iteration", "recurrence") for f in self.a.table.forms):
+        loops = [
+            k for k, f in enumerate(self.a.table.forms) if f.kind in ("iteration", "recurrence")
+        ]
+        if entries or loops:
             yield Mode(entries=entries)
+        read = [self.a.table.forms[k] for loop in loops for k in self.a.reached(loop)]
+        leaves = {(f.attr, k) for f in read if f.kind == "leaf" for k in range(f.slots)}
+        if not leaves <= entries:
+            yield Mode(entries=entries | leaves)
 
     def _entries(self) -> Iterator[tuple[Any, int]]:
         """Yield the inputs, with an axis, of which entries or parts are read."""

@@ -150,6 +150,8 @@ class Notation:
             case "max":
                 texts = [f"max_{b} {t}" if b else t for b, t in zip(bound, inner, strict=True)]
                 return f"max({', '.join(texts)})"
+            case "square":
+                return f"{attr[0]}({inner[0]})^2"
             case "map" if isinstance(attr, tuple) and attr:
                 return f"{attr[0]}({', '.join(inner)})"
             case "opaque":
@@ -173,6 +175,7 @@ class Notation:
 
 
 def _opaque_name(attr: Any) -> str:
+    """Return the name of an operation without laws."""
     while isinstance(attr, tuple) and attr:
         parts = list(attr)
         attr = parts[1] if parts[0] == "native" and len(parts) > 1 else parts[0]

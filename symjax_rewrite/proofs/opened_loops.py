@@ -7,7 +7,7 @@ are solved over the whole program, and the values of a step are index terms like
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,9 @@ from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Program, Value, append
+from symjax_rewrite.ir.flat_program import Program, Value, inline
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.loops.loop import Loop, get, run_equations
-from symjax_rewrite.loops.loop_reading import line_of
 from symjax_rewrite.loops.normalization import normal_loop
 
 MOST_LOOPS = 12
@@ -58,9 +57,18 @@ def open_loops(program: Program) -> dict[int, OpenLoop]:
         loop = normal_loop(e)
         if loop is None or loop.condition is not None or loop.packed:
             continue
-        if all(c.dtype.kind in "iu" and c.ndim == 1 and line_of(c) for c in loop.counters.values()):
+        if all(_line(counted) is not None for counted in loop.counters.values()):
             found.update(dict.fromkeys(e.outvals, _opened(program, place, loop)))
     return found
+
+
+def _line(counted: np.ndarray) -> tuple[int, int] | None:
+    """Return (start, step) of numbers that are linear in the step."""
+    if counted.dtype.kind not in "iu" or counted.ndim != 1:
+        return None
+    steps = np.diff(counted.astype(np.int64))
+    step = int(steps[0]) if len(steps) else 0
+    return (int(counted[0]), step) if (steps == step).all() else None
 
 
 def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
@@ -72,7 +80,7 @@ def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
     outer = list(dict.fromkeys(loop.outer_values()))
     keep, program.equations = program.equations, []
     given = [*outer, step, *carries]
-    ends = append(program, _step(loop, outer), given)
+    ends = _inlined(program, _step(loop, outer), given)
     count = len(carries)
     opened = OpenLoop(
         loop, from_jax(loop.length), step, carries, ends[:count], ends[count:],
@@ -80,10 +88,16 @@ def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
     )  # fmt: skip
     body, program.equations = program.equations, []
     for fun, values in _relations(opened, list(e.outvals)):
-        append(program, fun, values)
+        _inlined(program, fun, values)
     behind = program.equations
     program.equations = [*keep[:place], *body, e, *behind, *keep[place + 1 :]]
     return opened
+
+
+def _inlined(program: Program, fun: Callable[..., Any], values: Sequence[Value]) -> list[Value]:
+    """Append the equations of a function of values of the program; return its results."""
+    avals = [program.avals[v] if isinstance(v, int) else v.aval for v in values]
+    return inline(program, jax_internals.make_avals_jaxpr(fun, avals), values)
 
 
 def _step(loop: Loop, outer: list[int]) -> Callable[..., list[Any]]:
@@ -94,7 +108,7 @@ def _step(loop: Loop, outer: list[int]) -> Callable[..., list[Any]]:
         step, *carried = args[len(outer) :]
         env: dict[int, Any] = loop.constants(lambda v: get(values, v))
         for v, counted in loop.counters.items():
-            start, stride = line_of(counted) or (0, 0)
+            start, stride = _line(counted) or (0, 0)
             number = (start + stride * step).astype(loop.body.avals[v].dtype)
             env[v] = jnp.reshape(number, loop.body.avals[v].shape)
         for v, s in loop.sources.items():

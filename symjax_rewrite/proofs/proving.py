@@ -148,7 +148,9 @@ def _proof(problem: Problem, forms: NormalForms, started: float, found: Sampled)
     }
 
     def again(seed: int) -> bool:
-        fresh, why = _attempt(problem, Mode(forms.a.maxima_as_cases, forms.a.entries))
+        fresh, why = _attempt(
+            problem, Mode(forms.a.maxima_as_cases, forms.a.entries, forms.a.angle_sums)
+        )
         return fresh is not None and not why and not Checked.of(problem, fresh, seed).wrong
 
     steps = tuple(_steps(notation, forms, checked))

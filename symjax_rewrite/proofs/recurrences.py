@@ -23,8 +23,7 @@ import numpy as np
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_forms import bound_names, recurrence
 from symjax_rewrite.proofs.affine_trees import Tree
-from symjax_rewrite.proofs.arithmetic import Calculus, Replacements, operation
-from symjax_rewrite.proofs.array_reads import entry, places_of
+from symjax_rewrite.proofs.arithmetic import Calculus, operation
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -37,11 +36,29 @@ from symjax_rewrite.proofs.forms import (
     Mono,
     Number,
     Poly,
-    index_sum,
+    linear,
     plain,
 )
 from symjax_rewrite.proofs.lifting import Lifting, facts_of
 from symjax_rewrite.proofs.opened_loops import OpenLoop
+
+Leaves = Mapping[int, Callable[[tuple[Index, ...]], Poly]]
+
+
+def replaced(a: Calculus, p: Poly, leaves: Leaves) -> Poly:
+    """Return a polynomial with some inputs replaced by polynomials of their indices."""
+
+    def value(atom: Atom) -> Atom | Poly:
+        if atom.form in leaves:
+            return leaves[atom.form](atom.at)
+        form = a.form(atom)
+        if a.reached(atom.form).isdisjoint(leaves):
+            return atom
+        if form.kind == "iteration" and not leaves.keys().isdisjoint(form.attr[2]):
+            return atom  # the carries stand in its step; outside it reads none
+        return a.again(atom, [(names, replaced(a, q, leaves)) for names, q in a.opened(atom)])
+
+    return a.mapped(p, value)
 
 
 def reads(a: Calculus, p: Poly, forms: set[int]) -> bool:
@@ -53,24 +70,29 @@ def reads(a: Calculus, p: Poly, forms: set[int]) -> bool:
 class Carried:
     """A carry: its input form, the names of its axes, its start, its next value, its solution.
 
-    solved: its value before the step of a name, over `names`; None if it is not solved.
+    step, time: the name of the number of a step, below n, and of the steps done, up to n.
+    solved: its value after so many steps, over `time` and `names`; None if it is not solved.
     """
 
     form: int
     names: list[int]
     start: Poly
     after: Poly
+    step: int
+    time: int
     solved: Poly | None = None
 
 
 def leaves_of(
     a: Calculus, carries: Sequence[Carried], part: str, to: Mapping[int, Index] | None = None
-) -> Replacements:
+) -> Leaves:
     """Return the starts, next values or solutions of carries as functions of their indices."""
 
     def read(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
-        p = getattr(c, part)
-        return lambda at: a.substitute(p, {**(to or {}), **dict(zip(c.names, at, strict=True))})
+        p, given = getattr(c, part), dict(to or {})
+        if part == "solved":
+            given[c.time] = given.get(c.step, plain(c.step))
+        return lambda at: a.substitute(p, given | dict(zip(c.names, at, strict=True)))
 
     return {c.form: read(c) for c in carries if getattr(c, part) is not None}
 
@@ -146,7 +168,7 @@ class LoopSolver:
                 later = {step: (turned[0] + 1, turned[1])}
                 return leaves_of(a, [c], "solved", later)[c.form](tuple(rest))
         leaves = leaves_of(a, carries, "solved", {step: turned})
-        return a.substitute(a.replaced(p, leaves), {step: stored})
+        return a.substitute(replaced(a, p, leaves), {step: stored})
 
     def _carries(self, lifting: Lifting, opened: OpenLoop) -> list[Carried] | None:
         """Return the carries of a loop, all of them solved, or None."""
@@ -171,7 +193,8 @@ class LoopSolver:
             if ends[0] is None or ends[1] is None:
                 return None
             turned = a.substitute(ends[1], {step: _forward(a, opened, plain(step))})
-            carries.append(Carried(form, names, ends[0], turned))
+            time = a.table.fresh(opened.length + 1)
+            carries.append(Carried(form, names, ends[0], turned, step, time))
         while unsolved := [c for c in carries if c.solved is None]:
             if not any(_solve_one(a, c, carries, step) for c in unsolved):
                 _iterate(a, _group(a, unsolved), carries, step)
@@ -184,7 +207,7 @@ class LoopSolver:
         a, step = lifting.a, self.steps[opened.step]
         leaves = leaves_of(a, carries, "solved", {step: _forward(a, opened, plain(step))})
         for c in found:
-            lifting.require(c.kind, a.replaced(c.p, leaves))
+            lifting.require(c.kind, replaced(a, c.p, leaves))
 
 
 def _read(lifting: Lifting, value: Any, layout: Sequence[int], at: list[Index]) -> Poly | None:
@@ -198,7 +221,8 @@ def _forward(a: Calculus, opened: OpenLoop, stored: Index) -> Index:
     """Return the number of a step in time, of its number in stored order; or the reverse."""
     if not opened.loop.reverse:
         return stored
-    return index_sum((1, a.table.size_index(opened.length - 1)), (-1, stored))
+    offset, terms = a.table.size_index(opened.length)
+    return linear(offset - 1 - stored[0], [*terms, *((n, -s) for n, s in stored[1])])
 
 
 # ---------------------------------------------------------------- laws of recurrences
@@ -216,8 +240,8 @@ def _solve_one(a: Calculus, c: Carried, carries: Sequence[Carried], step: int) -
         if made is not None:
             name, c.solved = made
             here = leaves_of(a, carries, "solved")
-            later = a.substitute(c.solved, {step: (1, ((step, 1),))})
-            a.record(name, operation("same", a.replaced(c.after, here)), later)
+            later = a.substitute(c.solved, {c.time: (1, ((step, 1),))})
+            a.record(name, operation("same", replaced(a, c.after, here)), later)
             return True
     return False
 
@@ -234,18 +258,18 @@ def _as_maximum(
             continue
         leaves = leaves_of(a, solved, "solved")
         s = a.table.fresh(a.table.sizes[step])
-        earlier = functions.mask(a, _is_earlier(a, s, step))
+        earlier = functions.mask(a, _is_earlier(a, s, c.time))
         out: list[Branch] = [((), a.scale(sign, c.start))]
         for names, p in rest:
-            p = a.substitute(a.replaced(p, leaves), {step: plain(s)})
+            p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
             out.append(((s, *names), a.add(p, earlier)))
         return "fold_of_maximum", a.scale(sign, reductions.maximum(a, out))
     return None
 
 
-def _is_earlier(a: Calculus, s: int, step: int) -> Poly:
+def _is_earlier(a: Calculus, s: int, time: int) -> Poly:
     """Return [s < t]."""
-    return functions.positive(a, a.sub(a.index(plain(step)), a.index(plain(s))))
+    return functions.positive(a, a.sub(a.index(plain(time)), a.index(plain(s))))
 
 
 def _as_affine(
@@ -264,26 +288,27 @@ def _as_affine(
         return None
     others = {x.form for x in solved}
     gauge = _gauge(a, factor, solved) if reads(a, factor, others) else ONE
-    after = a.replaced(gauge, leaves_of(a, solved, "after"))
+    after = replaced(a, gauge, leaves_of(a, solved, "after"))
     factor = a.product(factor, after, a.power(gauge, -1))
     shift = a.mul(shift, after)
     leaves = leaves_of(a, solved, "solved")
     if gauge != ONE and reads(a, factor, others):
         return None
-    factor, shift = (a.replaced(p, leaves) for p in (factor, shift))
+    factor, shift = (replaced(a, p, leaves) for p in (factor, shift))
     start = ZERO
     if c.start != ZERO:
-        start = a.mul(c.start, a.replaced(gauge, leaves_of(a, solved, "start")))
+        start = a.mul(c.start, replaced(a, gauge, leaves_of(a, solved, "start")))
     if factor == ONE:
         s = a.table.fresh(a.table.sizes[step])
-        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, step))
+        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, c.time))
         folded = a.add(start, reductions.total(a, term, (s,)))
     else:
-        folded = recurrence(a, factor, shift, start, step, a.index(plain(step)))
+        folded = recurrence(a, factor, shift, start, step, a.index(plain(c.time)))
     name = "fold_of_sum" if factor == ONE else "affine_recurrence"
     if gauge == ONE:
         return name, folded
-    return "change_of_variables", a.mul(folded, a.power(a.replaced(gauge, leaves), -1))
+    now = replaced(a, gauge, leaves_of(a, solved, "solved", {step: plain(c.time)}))
+    return "change_of_variables", a.mul(folded, a.power(now, -1))
 
 
 def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:
@@ -321,13 +346,13 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
     They stand in an order that their starts and steps tell, so that it is not that of the program.
     """
     here = leaves_of(a, carries, "solved")
-    steps = {c.form: a.replaced(c.after, here) for c in group}
+    steps = {c.form: replaced(a, c.after, here) for c in group}
     levels = [_level(a, p) for c in group for p in (c.start, steps[c.form])]
     level = 1 + max(levels)
     blank = {c.form: _carry(a, c, level, -1) for c in group}
 
     def rank(c: Carried) -> int:
-        after = bound_names(a, [step, *c.names], a.replaced(steps[c.form], _leaves(a, blank)))
+        after = bound_names(a, [step, *c.names], replaced(a, steps[c.form], _leaves(a, blank)))
         parts = [bound_names(a, c.names, c.start), after]
         return a.table.intern("ranked", None, parts, {}, keeps_bound=True).form
 
@@ -336,10 +361,10 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
     branches: list[tuple[Sequence[int], Poly]] = []
     for c in group:
         branches.append(bound_names(a, c.names, c.start))
-        after = a.replaced(steps[c.form], _leaves(a, mine))
+        after = replaced(a, steps[c.form], _leaves(a, mine))
         branches.append(bound_names(a, [step, *c.names], after))
     for k, c in enumerate(group):
-        places = [((), a.index(plain(n))) for n in (step, *c.names)]
+        places = [((), a.index(plain(n))) for n in (c.time, *c.names)]
         attr = (level, k, tuple(mine.values()))
         c.solved = _iteration(a, attr, [*branches, *places])
 
@@ -356,7 +381,7 @@ def _carry(a: Calculus, c: Carried, level: int, number: int) -> int:
     return a.table.leaf("carry", (level, number, *f.facts.values()), f.slots, **f.facts)
 
 
-def _leaves(a: Calculus, forms: Mapping[int, int]) -> Replacements:
+def _leaves(a: Calculus, forms: Mapping[int, int]) -> Leaves:
     return {old: lambda at, new=new: a.of(Atom(new, at)) for old, new in forms.items()}
 
 
@@ -390,7 +415,7 @@ def iteration_again(a: Calculus, form: Form, branches: Branches) -> Poly:
         return lambda at: a.substitute(h, dict(zip(free, (before, *at), strict=True)))
 
     here = a.substitute(after, dict(zip(bound, (before, *at), strict=True)))
-    unfolded = a.replaced(here, {leaf: value(k) for k, leaf in enumerate(carries)})
+    unfolded = replaced(a, here, {leaf: value(k) for k, leaf in enumerate(carries)})
     return a.record("unfold", operation("same", made), unfolded)
 
 
@@ -405,12 +430,30 @@ def tree_value(
     at = [at[axes.index(k)] for k in range(len(axes))]
     step = a.table.fresh(prefix.length)
     along = t.positions[v][tree.layout.index(prefix.axis)]
-    read = dict(zip(tree.layout, places_of(t, v, at), strict=True)) | {prefix.axis: plain(step)}
-    entries = [read[k] for k in range(len(read))]
-    factor, shift = (entry(lifting, source, entries) for source in (prefix.factors, prefix.added))
-    if len(along) != 1 or factor is None or shift is None:
+    read = [_entry_of_tree(lifting, v, tree, s, at, step) for s in (prefix.factors, prefix.added)]
+    if len(along) != 1 or None in read:
         return None
+    sources = zip((prefix.factors, prefix.added), read, strict=True)
+    factor, shift = (lifting.of(t.view(source), entry or []) for source, entry in sources)
     after = a.add(a.index(at[along[0]]), ONE)
     if tree.kind == "A":
         return recurrence(a, factor, ZERO, ONE, step, after)
     return recurrence(a, factor, shift, ZERO, step, after)
+
+
+def _entry_of_tree(
+    lifting: Lifting, v: int, tree: Tree, source: int, at: list[Index], step: int
+) -> list[Index] | None:
+    """Return the indices at which a step of a tree reads an array of its steps."""
+    t, read = lifting.t, dict[int, Index]()
+    for axis, theirs in enumerate(tree.layout):
+        mine, other = t.positions[v][axis], t.positions[source][theirs]
+        if theirs == tree.prefix.axis:
+            if len(other) != 1:
+                return None
+            read[other[0]] = plain(step)
+        elif [t.ids[v][q] for q in mine] != [t.ids[source][q] for q in other]:
+            return None
+        else:
+            read.update((q, at[p]) for q, p in zip(other, mine, strict=True))
+    return [read[k] for k in range(len(read))]

@@ -14,6 +14,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.proofs import orders
 from symjax_rewrite.proofs.arithmetic import Calculus, Operation, operation
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -25,23 +27,28 @@ from symjax_rewrite.proofs.forms import (
     Number,
     Poly,
     atom_reads,
-    index_sum,
+    linear,
     mono_reads,
     names_of,
     number_of,
     plain,
 )
 from symjax_rewrite.proofs.functions import as_index, is_within, positive
+from symjax_rewrite.proofs.power_sums import power_of_index, power_sum, without_index
 
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
 MOST_ENTRIES = 16  # values of an index that are read one by one
-UNSPLIT = frozenset("leaf index carry opaque recurrence iteration".split())
 
 
 def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
     """Return the sum of a polynomial over bound names."""
     if any(a.table.sizes[n] == 0 for n in names):
         return ZERO
+    single = [n for n in names if a.table.sizes[n] == 1]
+    p, names = (
+        a.substitute(p, dict.fromkeys(single, (0, ()))),
+        [n for n in names if n not in single],
+    )
     out = p
     for name in names:
         before = Operation("sum", (((name,), out),))
@@ -76,15 +83,16 @@ def parts_of(a: Calculus, p: Poly, name: int) -> list[tuple[int, Poly]] | None:
             continue
         index = as_index(a, a.operand(test)) or (0, ())
         stride = dict(index[1]).get(name, 0)
-        rest = index_sum((1, index), (-stride, plain(name)))
+        rest = linear(index[0], [(n, s) for n, s in index[1] if n != name])
         ends = a.table.index_range(rest)
         if abs(stride) != 1 or not rest[1] or ends is None or ends[0] != ends[1]:
             continue
         at = ends[0] if stride < 0 else 1 - ends[0]
         if a.facts.nonnegative(at) and a.facts.nonnegative(size - at):
             low, high = a.table.fresh(at), a.table.fresh(size - at)
+            offset, terms = a.table.size_index(at)
             first, second = (a.assume(p, test, int(v)) for v in (stride < 0, stride > 0))
-            moved = index_sum((1, a.table.size_index(at)), (1, plain(high)))
+            moved = linear(offset, [*terms, (high, 1)])
             return [
                 (low, a.substitute(first, {name: plain(low)})),
                 (high, a.substitute(second, {name: moved})),
@@ -101,8 +109,8 @@ def _is_backwards(a: Calculus, mono: Mono, name: int) -> bool:
 
 def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
     if _is_backwards(a, mono, name):
-        last = a.table.size_index(a.table.sizes[name] - 1)
-        there = {name: index_sum((1, last), (-1, plain(name)))}
+        offset, last = a.table.size_index(a.table.sizes[name] - 1)
+        there = {name: linear(offset, [*last, (name, -1)])}
         return total(a, a.substitute(((mono, c),), there), (name,))
     outside = {atom: e for atom, e in mono if not atom_reads(atom, name)}
     inside = {atom: e for atom, e in mono if atom_reads(atom, name)}
@@ -143,9 +151,24 @@ def _sum_of_product(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
     factors = [a.term(1, {x: e for x, e in mono if not any(atom_reads(x, n) for n in bound)})]
     for part in _connected(mono, bound):
         inside = tuple([f for f in mono if any(atom_reads(f[0], n) for n in part)])
+        if (known := _known_sum(a, inside, part)) is not None:
+            factors.append(known)
+            continue
         sizes = [a.size(a.table.sizes[n]) for n in part]
         factors += [_sum_atom(a, inside, part)] if inside else sizes
     return a.product(*factors)
+
+
+def _known_sum(a: Calculus, mono: Mono, names: Sequence[int]) -> Poly | None:
+    """Return Σ_k of a power of k, or of a function of sorted values alone; else None."""
+    if len(names) != 1:
+        return None
+    name = names[0]
+    before = Operation("sum", ((tuple(names), a.term(1, dict(mono))),))
+    if mono and (p := power_of_index(a, mono, name)) is not None:
+        return a.record("power_sum", before, power_sum(a, p, a.size(a.table.sizes[name])))
+    unsorted = orders.without_order(a, a.term(1, dict(mono)), name)
+    return a.record("sum_of_sorted", before, total(a, unsorted, names)) if unsorted else None
 
 
 def _connected(mono: Mono, bound: Sequence[int]) -> list[list[int]]:
@@ -178,7 +201,7 @@ def merged(a: Calculus, p: Poly, bound: Sequence[int]) -> tuple[Poly, list[int]]
                 continue
             n = a.table.fresh(count * size)
             joined = a.substitute(p, {t: (0, ()), j: plain(n)})
-            back = a.substitute(joined, {n: index_sum((size, plain(t)), (1, plain(j)))})
+            back = a.substitute(joined, {n: linear(0, [(t, size), (j, 1)])})
             if back == p:
                 names = [x for x in names if x not in (t, j)] + [n]
                 p = joined
@@ -251,7 +274,7 @@ def taken(
             return atom
         if form.kind == "index" and key is None:
             return places[read[0]]
-        if form.kind not in UNSPLIT:
+        if form.kind not in orders.UNSPLIT:
             branches = [(n, taken(a, q, names, places, key)) for n, q in a.opened(atom)]
             return a.again(atom, branches)
         if key is not None:
@@ -267,9 +290,24 @@ def taken(
 def _in_range(a: Calculus, p: Poly, f: Poly, name: int) -> Cut | None:
     """Return the sum of f over the values of an index where p is positive; None if unknown."""
     index = as_index(a, p)
-    if index is None or dict(index[1]).get(name) != 1:
+    stride = 0 if index is None else dict(index[1]).get(name)
+    if index is None or stride not in (1, -1):
         return None
+    if stride == -1:
+        return _before(a, f, name, index)
     return _from_start(a, f, name, index) or _after(a, f, name, index)
+
+
+def _before(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
+    """Return Σ_k [m > k]·c·k^e, for m in the range of k or its end."""
+    end = linear(index[0], [(n, s) for n, s in index[1] if n != name])
+    if len(p) != 1 or not is_within(a, a.index(end), a.table.sizes[name] + 1):
+        return None
+    ((mono, c),) = p
+    e = power_of_index(a, mono, name)
+    if e is None:
+        return None
+    return "power_sum", a.mul(a.term(c, without_index(mono, name)), power_sum(a, e, a.index(end)))
 
 
 def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
@@ -278,13 +316,13 @@ def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
     if len(index[1]) != 1 or not isinstance(size, int) or not 0 < start < size:
         return None
     k = a.table.fresh(size - start)
-    moved = a.substitute(p, {name: (start, ((k, 1),))})
+    moved = a.substitute(p, {name: linear(start, [(k, 1)])})
     return "range_from", total(a, moved, (k,))
 
 
 def _after(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
     """Return Σ_k [k > e]·p(k) = Σ_k p(k) − p(e) − Σ_k [k < e]·p(k), for e in the range of k."""
-    rest = index_sum((-1, index), (1, plain(name)))
+    rest = linear(-index[0], [(n, -s) for n, s in index[1] if n != name])
     if not rest[1] or rest[0] or not is_within(a, a.index(rest), a.table.sizes[name]):
         return None
     earlier = positive(a, a.sub(a.index(rest), a.index(plain(name))))
@@ -302,14 +340,14 @@ def with_split_ranges(a: Calculus, p: Poly) -> Poly:
     Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
     """
     ranges = {x: _range_of(a, x) for mono, _ in p for x, e in mono if e == 1}
-    sums = sorted((x, n) for x, n in ranges.items() if n is not None)
+    sums = [(x, n) for x, n in sorted(ranges.items(), key=lambda item: item[0]) if n is not None]
     for (whole, n), (part, m) in product(sums, sums):
-        if m >= n:
+        if not a.facts.nonnegative(n - m - 1):
             continue
         ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
         if a.substitute(begin, {others[0]: plain(names[0])}) == body:
-            k = a.table.fresh(n - m)
-            rest = total(a, a.substitute(body, {names[0]: (m, ((k, 1),))}), (k,))
+            k, (offset, terms) = a.table.fresh(n - m), a.table.size_index(m)
+            rest = total(a, a.substitute(body, {names[0]: linear(offset, [*terms, (k, 1)])}), (k,))
             split = a.add(a.of(part), rest)
             a.record("range_split", Operation("sum", ((names, body),)), split)
             return a.mapped(p, functools.partial(_exchanged, whole, split))
@@ -320,12 +358,12 @@ def _exchanged(old: Atom, new: Poly, atom: Atom) -> Atom | Poly:
     return new if atom == old else atom
 
 
-def _range_of(a: Calculus, atom: Atom) -> int | None:
+def _range_of(a: Calculus, atom: Atom) -> Dim | None:
     """Return the number of terms of a sum over one index; None for any other form."""
     form = a.form(atom)
     if form.kind != "sum" or len(form.branches[0][0]) != 1:
         return None
-    return form.branches[0][0][0] if form.branches[0][0][0] >= 0 else None
+    return a.table.dim(form.branches[0][0][0])
 
 
 # ---------------------------------------------------------------- maxima
@@ -347,9 +385,37 @@ def maximum(a: Calculus, branches: Sequence[Branch]) -> Poly:
         return _split(a, kept, min(tests))
     kept = _without_repetitions(a, kept)
     out = _standard(a, kept)
+    if len(kept) == 1 and (made := _simpler(a, *kept[0])) is not None:
+        before = Operation("max", tuple((tuple(n), p) for n, p in branches))
+        return a.record("max_of_increasing", before, made)
     plain_max = len(branches) == 1 and len(out) == 1 and len(out[0][0]) == 1
     if not plain_max:
         a.record("max", Operation("max", tuple((tuple(n), p) for n, p in branches)), out)
+    return out
+
+
+def _simpler(a: Calculus, names: Sequence[int], p: Poly) -> Poly | None:
+    """Return max f(q) as f(max q), and a maximum of unconnected sums as a sum of maxima."""
+    if not names:
+        return None
+    parts = _connected_terms(p, names)
+    if len(parts) > 1:
+        return a.add(*[maximum(a, [(tuple(n), q)]) for n, q in parts])
+    if (found := orders.increasing(a, p)) is None:
+        return None
+    function, inner = found
+    return function(maximum(a, [(tuple(names), inner)]))
+
+
+def _connected_terms(p: Poly, names: Sequence[int]) -> list[tuple[list[int], Poly]]:
+    """Return the terms of a sum in groups that read no name in common, with these names."""
+    out: list[tuple[list[int], Poly]] = []
+    for term in p:
+        read = [n for n in names if mono_reads(term[0], n)]
+        joined = [g for g in out if set(g[0]) & set(read)] if read else out[:1]
+        mine = sorted({*read}.union(*(g[0] for g in joined)))
+        terms = tuple(sorted((term, *(t for g in joined for t in g[1]))))
+        out = [*(g for g in out if g not in joined), (mine, terms)]
     return out
 
 
@@ -417,26 +483,10 @@ def _standard(a: Calculus, branches: list[Branch]) -> Poly:
         if not any(mono_reads(mono, n) for n in bound) and all((mono, c) in p for _, p in branches)
     ]
     rest = [(names, tuple([t for t in p if t not in common])) for names, p in branches]
-    factor, rest = _common_factor(a, rest, bound)
+    factor, rest = orders.common_factor(a, rest, bound)
     sign = max(a.sign(p) for _, p in rest)
     real = all(a.is_real(p) for _, p in rest)
     whole = all(a.is_integer(p) for _, p in rest)
     facts = {"sign": sign, "real": real, "integer": whole}
     atom = a.table.intern("max", None, rest, facts, is_ordered=False)
     return a.add(tuple(common), a.mul(factor, a.of(atom)))
-
-
-def _common_factor(
-    a: Calculus, branches: list[Branch], bound: set[int]
-) -> tuple[Poly, list[Branch]]:
-    """Return a positive factor of all branches, and what remains of them."""
-    terms = [t for _, p in branches for t in p]
-    common: dict[Atom, Number] = {}
-    for atom in {x for mono, _ in terms for x, _ in mono}:
-        if a.form(atom).sign == 2 and not any(atom_reads(atom, n) for n in bound):
-            common[atom] = min(dict(mono).get(atom, 0) for mono, _ in terms)
-    inverse = a.term(1, {atom: -e for atom, e in common.items()})
-    rest = [(names, a.mul(p, inverse)) for names, p in branches]
-    c = min((abs(Fraction(k)) for _, p in rest for _, k in p), default=Fraction(1))
-    rest = [(names, a.scale(1 / c, p)) for names, p in rest]
-    return a.term(c, common), rest

@@ -39,8 +39,9 @@ def make_report(
         device = with_temporaries(device, temporary_bytes(before, device, result.sample))
     first = _side(makers[0], before, result, device)
     second = first if after is before else _side(makers[1], after, result, device)
-    if first.seconds is not None and second is not first:
-        first.seconds = _as_decided(first.seconds + result.repeated_s, second.seconds, result)
+    if first.seconds is not None and second.seconds is not None and second is not first:
+        first.seconds += result.repeated_s
+        first.seconds, second.seconds = _as_decided(first.seconds, second.seconds, result)
     details = Details(result, optimiser, (before, after), device)
     return Report(
         before=first,
@@ -84,17 +85,17 @@ def _emitter(result: Result) -> Callable[[], ClosedJaxpr]:
     return emitted
 
 
-def _as_decided(before_s: float, after_s: float | None, result: Result) -> float:
-    """Return the seconds as written, at least those by which folds were decided.
+def _as_decided(before_s: float, after_s: float, result: Result) -> tuple[float, float]:
+    """Return the seconds of both programs, which differ at least as the changes were decided.
 
-    Folds are compared with what terms do not count: the time to begin a sum over the features of
-    each pair, lookups, fresh memory for all pairwise values at once, and reductions that are
-    always written.
+    A pass may compare its forms with more than terms count: the time to begin a sum over the
+    features of each pair, lookups, fresh memory for all pairwise values at once, layouts, steps of
+    loops.
     """
-    if after_s is None:
-        return before_s
-    prices = [c.seconds for c in result.changes if c.name == "fold" and c.seconds is not None]
-    return max(before_s, after_s + sum(written - changed for written, changed in prices))
+    prices = [c.seconds for c in result.changes if c.seconds is not None]
+    saved_s = sum(written - changed for written, changed in prices)
+    before_s = max(before_s, sum(written for written, _ in prices))
+    return before_s, min(after_s, before_s - saved_s) if saved_s > 0 else after_s
 
 
 def _side(

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.ir.term import CONST, CONV, IOTA, LEAF, NATIVE
@@ -110,7 +112,7 @@ class Statements:
 
     def _operand(self, v: Any) -> str:
         if not isinstance(v, int):
-            return str(v.val)
+            return _number(v)
         view = self.t.view(v)
         known = self.named.get(view.cls)
         if known is None:
@@ -123,7 +125,7 @@ class Statements:
         program = self.t.program
         for v, name in zip(program.outputs, self.names.results, strict=True):
             if not isinstance(v, int):
-                yield Statement(f"{name} = {v.val}", depth=self.depth)
+                yield Statement(f"{name} = {_number(v)}", depth=self.depth)
                 continue
             view = self.t.view(v)
             known = self.named.get(view.cls)
@@ -175,6 +177,11 @@ class Statements:
 
     def _label(self, cls: int) -> str:
         return self._operation(self.t.program.equations[self.t.made_by[cls][0]])
+
+
+def _number(literal: Any) -> str:
+    """Return a literal as text, without the type that JAX gives to Python's numbers."""
+    return str(np.asarray(literal.val))
 
 
 def _merged(sizes: list[Any]) -> str:

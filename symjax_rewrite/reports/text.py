@@ -37,7 +37,8 @@ def headline(report: Record) -> str:
     if not report.changed:
         return f"left as written: {where}{_alternative(report)}"
     gains = []
-    if not units.is_number(before.flops, after.flops) and before.flops != after.flops:
+    is_symbolic = not (units.is_number(before.flops) or units.is_number(after.flops))
+    if is_symbolic and before.flops != after.flops:
         gains.append(f"flops {before.flops} to {after.flops}")
     if (gain := units.ratio_of(before.seconds, after.seconds)) and gain != "1.00×":
         times = f"{units.duration(before.seconds)} to {units.duration(after.seconds)}"
@@ -81,6 +82,8 @@ def cost_rows(report: Record) -> Iterator[tuple[str, tuple[str, str, str, str]]]
     """Yield rows of the prices: the field of `Side`; its label, before, after and their ratio."""
     for label, name, text in ROWS:
         b, a = getattr(report.before, name), getattr(report.after, name)
+        if name == "flops" and b == a == 0:
+            continue  # FLOPs are those of products: without a product there is nothing to compare
         yield name, (label, text(b), text(a), units.ratio_of(b, a))
 
 

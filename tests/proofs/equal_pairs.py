@@ -404,7 +404,4 @@ PAIRS |= {
     "running_sum_from_the_end": (
         lambda x: jnp.cumsum(x[::-1], 0)[::-1],
         lambda x: x.sum(0) - jnp.cumsum(x, 0) + x, ("f32[t,d]",)),
-    "reversed_merged_axis": (
-        lambda x: x.reshape(3, 8)[:, ::-1],
-        lambda x: x[:, ::-1, ::-1].reshape(3, 8), ("f32[3,2,4]",)),
 }  # fmt: skip

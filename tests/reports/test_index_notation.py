@@ -197,3 +197,13 @@ def test_obstacle_of_a_refusal(name, one_device):
     (saved,) = (u for u in json.loads(report.to_json())["routes"] if u["name"] == route)
     assert saved["obstacle"] == obstacle and saved["reason"] == use.reason
     assert pickle.loads(pickle.dumps(use.reason)).obstacle is obstacle
+
+
+@pytest.mark.usefixtures("one_device")
+def test_numbers_of_python_stand_without_their_type():
+    report = sym_optimize(lambda x: jnp.cumsum(x, 0), device="cpu").explain(
+        jax.ShapeDtypeStruct((2000, 300), jnp.float32)
+    )
+    texts = [s["text"] for s in json.loads(report.to_json())["after"]["terms"]]
+    assert any("scan(x, 1, " in text for text in texts), texts
+    assert not any("Typed" in text for text in texts)

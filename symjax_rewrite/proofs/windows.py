@@ -1,0 +1,204 @@
+"""Convolutions, windows, prefixes and products, as sums, maxima and recurrences over indices.
+
+    conv(x, w)[n,o,t]  →  Σ_{c,k} [t·s + k − p is in x]·x[n, c, t·s + k − p]·w[o, c, k]
+
+An axis that was made of several indices is read as their combination; if an index is no such
+combination, the operation stays opaque.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.ir.sizes import Dim, from_jax
+from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs.affine_forms import product
+from symjax_rewrite.proofs.arithmetic import Calculus
+from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, plain
+
+WINDOWED = (
+    "conv_general_dilated", "cumprod", "reduce_window_sum", "reduce_window_max",
+    "reduce_window_min",
+)  # fmt: skip
+
+
+class ValueReader(Protocol):
+    """The reader of values that this module needs."""
+
+    a: Calculus
+    t: TermGraph
+
+    def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
+
+
+def windowed(reader: ValueReader, number: int, here: list[Index]) -> Poly | None:
+    """Return an entry of a convolution, of a reduction of windows or of a running product."""
+    equation = reader.t.program.equations[number]
+    eqn, made = equation.eqn, equation.outvals[0]
+    if eqn.primitive.name not in WINDOWED:
+        return None
+    at = [_joined(reader, made, axis, here) for axis in range(len(reader.t.positions[made]))]
+    sources = [v for v in equation.invals if isinstance(v, int)]
+    if None in at or len(sources) != len(equation.invals):
+        return None
+    places = [i for i in at if i is not None]
+    match eqn.primitive.name:
+        case "conv_general_dilated":
+            return _convolution(reader, eqn, sources, places)
+        case "cumprod":
+            return _running_product(reader, eqn, sources[0], places)
+    return _window(reader, eqn, sources[0], places)
+
+
+def _convolution(
+    reader: ValueReader, eqn: JaxprEqn, sources: list[int], at: list[Index]
+) -> Poly | None:
+    a, params = reader.a, eqn.params
+    left, right, out = params["dimension_numbers"]
+    groups = params["feature_group_count"]
+    if params["batch_group_count"] != 1 or groups not in (1, shape_of(eqn.outvars[0])[out[1]]):
+        return None
+    shape = [from_jax(d) for d in shape_of(eqn.invars[1])]
+    names = {axis: a.table.fresh(shape[axis]) for axis in right[1:]}
+    kernel = [at[out[1]] if axis == right[0] else plain(names[axis]) for axis in range(len(shape))]
+    channel, width = plain(names[right[1]]), shape[right[1]]
+    if groups != 1:  # every output has a group of its own
+        if not isinstance(width, int):
+            return None
+        offset, terms = at[out[1]]
+        channel = linear(width * offset, [*((n, width * s) for n, s in terms), *channel[1]])
+    steps = (params["window_strides"], params["rhs_dilation"], params["padding"])
+    wide = list(zip(left[2:], right[2:], out[2:], *steps, strict=True))
+    if any(d != 1 for d in params["lhs_dilation"]):
+        return None
+    read: dict[int, Index] = {left[0]: at[out[0]], left[1]: channel}
+    for axis, k, place, stride, apart, (low, _) in wide:
+        read[axis] = _moved(at[place], stride, names[k], apart, low)
+    x = _inside(reader, eqn, sources[0], [read[k] for k in range(len(read))], ZERO)
+    w = _read(reader, sources[1], kernel)
+    return None if x is None or w is None else reductions.total(a, a.mul(x, w), [*names.values()])
+
+
+def _window(reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly | None:
+    a, params = reader.a, eqn.params
+    if any(d != 1 for d in params["base_dilation"]):
+        return None
+    widths = params["window_dimensions"]
+    names = [a.table.fresh(n) if n != 1 else None for n in widths]
+    steps = (params["window_strides"], params["window_dilation"], params["padding"])
+    read = [
+        _moved(place, stride, name, apart, low)
+        for place, name, stride, apart, (low, _) in zip(at, names, *steps, strict=True)
+    ]
+    bound = tuple([n for n in names if n is not None])
+    kind = eqn.primitive.name.rpartition("_")[2]
+    least = a.scale(1 if kind == "min" else -1, a.infinity())
+    p = _inside(reader, eqn, source, read, ZERO if kind == "sum" else least)
+    if p is None or kind == "sum":
+        return None if p is None else reductions.total(a, p, bound)
+    return (reductions.maximum if kind == "max" else reductions.minimum)(a, [(bound, p)])
+
+
+def _running_product(
+    reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]
+) -> Poly | None:
+    """Return a running product, as the recurrence h(k + 1) = x(k)·h(k)."""
+    a, axis = reader.a, eqn.params["axis"]
+    size = from_jax(shape_of(eqn.outvars[0])[axis])
+    k = a.table.fresh(size)
+    last = a.table.size_index(size - 1)
+    backwards = linear(last[0], [*last[1], (k, -1)])
+    place = a.index(at[axis])
+    if eqn.params["reverse"]:
+        place = a.sub(a.index(last), place)
+    read = [*at[:axis], backwards if eqn.params["reverse"] else plain(k), *at[axis + 1 :]]
+    p = _read(reader, source, read)
+    return None if p is None else product(a, p, k, a.add(place, ONE))
+
+
+def _moved(place: Index, stride: int, name: int | None, apart: int, low: int) -> Index:
+    """Return stride·place + apart·name − low."""
+    offset, terms = place
+    inner = [] if name is None else [(name, apart)]
+    return linear(stride * offset - low, [*((n, stride * s) for n, s in terms), *inner])
+
+
+def _inside(
+    reader: ValueReader, eqn: JaxprEqn, source: int, read: list[Index], outside: Poly
+) -> Poly | None:
+    """Return an entry of an operand, and another value where the indices are beyond its ends."""
+    a, test = reader.a, ONE
+    for index, size in zip(read, shape_of(eqn.invars[0]), strict=True):
+        here = a.index(index)
+        test = a.mul(test, functions.positive(a, a.add(here, ONE)))
+        test = a.mul(test, functions.positive(a, a.sub(a.size(from_jax(size)), here)))
+    p = _read(reader, source, read)
+    return None if p is None else functions.select(a, test, p, outside)
+
+
+def _joined(reader: ValueReader, value: int, axis: int, here: list[Index]) -> Index | None:
+    """Return the index at which an axis of a result is read, of several indices their combination.
+
+    An axis of sizes 2·4 at i, j is read at 4·i + j.
+    """
+    offset, terms, stride = 0, list[tuple[int, int]](), 1
+    for position in reversed(reader.t.positions[value][axis]):
+        offset += stride * here[position][0]
+        terms += [(n, stride * s) for n, s in here[position][1]]
+        size = reader.t.sizes[value][position]
+        if not isinstance(size, int):
+            return here[position] if len(reader.t.positions[value][axis]) == 1 else None
+        stride *= size
+    return linear(offset, terms)
+
+
+def _read(reader: ValueReader, value: int, at: Sequence[Index]) -> Poly | None:
+    """Return a value at one index for each of its axes; None if it cannot be split as the axis."""
+    read: dict[int, Index] = {}
+    for index, positions in zip(at, reader.t.positions[value], strict=True):
+        sizes = [reader.t.sizes[value][q] for q in positions]
+        parts = _divided(reader.a, index, sizes)
+        if parts is None:
+            return None
+        read.update(zip(positions, parts, strict=True))
+    return reader.of(reader.t.view(value), [read[q] for q in range(len(read))])
+
+
+def _divided(a: Calculus, index: Index, sizes: Sequence[Dim]) -> list[Index] | None:
+    """Return the indices whose combination an index is: 4·i + j is i, j of sizes 2, 4."""
+    if len(sizes) < 2:
+        return [index] * len(sizes)
+    *outer, size = sizes
+    if not isinstance(size, int):
+        return None
+    low = [(n, s) for n, s in index[1] if s % size]
+    high = [(n, s // size) for n, s in index[1] if s % size == 0]
+    inner, rest = linear(index[0] % size, low), linear(index[0] // size, high)
+    ends = a.table.index_range(inner)
+    if ends is None or not all(isinstance(end, int) and 0 <= end < size for end in ends):
+        return None
+    before = _divided(a, rest, outer)
+    return None if before is None else [*before, inner]
+
+
+def _sum_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
+    return reductions.total(a, a.mul(inside, p), (k,))
+
+
+def _largest_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
+    return reductions.maximum(a, [((k,), a.add(p, functions.mask(a, inside)))])
+
+
+PREFIXES: dict[str, Callable[[Calculus, int, Poly, Poly], Poly]] = {
+    "cumsum": _sum_of,
+    "cummax": _largest_of,
+    "cummin": lambda a, k, p, inside: a.scale(-1, _largest_of(a, k, a.scale(-1, p), inside)),
+    "cumlogsumexp": lambda a, k, p, inside: functions.log(
+        a, _sum_of(a, k, functions.exp(a, p), inside)
+    ),
+}
