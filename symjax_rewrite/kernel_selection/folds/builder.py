@@ -82,6 +82,7 @@ class FoldRoute:
     steps: list[Step]
     wide: frozenset[int] | None = None
     price: Callable[[Device], Cost] | None = None
+    kernel: str = ""
 
     def classes(self) -> set[int]:
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
