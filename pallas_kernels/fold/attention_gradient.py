@@ -62,6 +62,7 @@ def gradient_spec(spec: FoldSpec) -> FoldSpec:
         contractions=(*spec.contractions, Contraction(3, a.value, spec.features(a.value))),
         tile=Tile(tile, (4, 5), ("gradient", scores.key, a.scale)),
         outputs=(Sums(term(a.key), 1), ColumnSums(term(a.query), 1), ColumnSums(term(3), 0)),
+        band=replace(spec.band, floor=None),  # every row attends to a key
         epilogue=None,
     )
 

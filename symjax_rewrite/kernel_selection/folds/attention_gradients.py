@@ -95,13 +95,13 @@ def with_gradient(t: TermGraph, need: Needed, folds: Sequence[FoldRoute]) -> lis
     if len(folds) < 2 or any(r.backend not in ("auto", "library") for r in folds):
         return None
     for first in folds:
-        found = _Attention.of(t, first)
+        found = _Attention.of(t, need, first)
         if found is None:
             continue
         support = cuda_backend(found.spec)
         rest = [r for r in folds if r is not first]
         if support and support.name == "library" and found.reads(rest):
-            return found.routes(need, rest)
+            return found.routes(rest)
     return None
 
 
@@ -157,6 +157,7 @@ class _Attention:
     """
 
     t: TermGraph
+    need: Needed
     first: FoldRoute
     spec: FoldSpec
     plain: PlainAttention
@@ -169,7 +170,7 @@ class _Attention:
     made: dict[int, tuple[int, Names]] = field(default_factory=dict)
 
     @staticmethod
-    def of(t: TermGraph, route: FoldRoute) -> _Attention | None:
+    def of(t: TermGraph, need: Needed, route: FoldRoute) -> _Attention | None:
         """Return the plain attention that a fold computes, with its maxima and sums, or None."""
         spec = _score_fold(route.spec)
         if spec is None or route.spec.tile.reads or route.spec.named:
@@ -184,7 +185,7 @@ class _Attention:
             return None
         rules = gradient_rules(Scores(a.scale, a.seen, a.fill))
         unknown = _RowSymbols(t, rules, {})
-        self = _Attention(t, route, spec, a, rules, inputs, (-1, ()), (-1, ()), unknown)
+        self = _Attention(t, need, route, spec, a, rules, inputs, (-1, ()), (-1, ()), unknown)
         return self if self._finds_results() else None
 
     def _finds_results(self) -> bool:
@@ -210,7 +211,11 @@ class _Attention:
 
     def _is_narrow(self, cls: int) -> bool:
         """Return True if the program rounds a class to half precision before anything else."""
-        return is_half(self.t.graph.classes[cls].dtype)
+        g = self.t.graph
+        if is_half(g.classes[cls].dtype) or cls in self.need.outside:
+            return is_half(g.classes[cls].dtype)
+        users = self.need.users.get(cls, ())
+        return all(is_cast(node_of(g, c)) and is_half(g.classes[c].dtype) for c in users)
 
     def reads(self, rest: Sequence[FoldRoute]) -> bool:
         """Return True if the other folds compute derivatives alone, and sums for them."""
@@ -228,14 +233,17 @@ class _Attention:
 
         turned: the fold's rows are keys.
         """
+        before = self.upstream
         tiles = self._tiles(route, turned)
         if tiles is None:
+            self.upstream = before
             return False
         known: dict[int, tuple[Symbol, Names]] = {}
         made: dict[int, tuple[int, Names]] = {}
         for cls, served in route.served.items():
             self._learn_sum(route, served, tiles, turned, known, made)
-        self.rows.known.update(known)
+        # values without a symbol so far may have one now
+        self.rows.known = {c: x for c, x in self.rows.known.items() if x[0] is not None} | known
         for cls in route.served:  # row algebra between the sums of one fold
             symbol, names = known.get(cls, (None, ()))
             if symbol is not None:
@@ -406,15 +414,13 @@ class _Attention:
             if alike and {*axes} == wanted and not rows.known[served.exit.cls][0] is None:
                 made[cls] = kind, axes
 
-    def routes(self, need: Needed, rest: Sequence[FoldRoute]) -> list[FoldRoute] | None:
+    def routes(self, rest: Sequence[FoldRoute]) -> list[FoldRoute] | None:
         """Return the two routes, or None where something else reads the maxima or sums."""
         exits = {self.out[0], *self.made}
         inside = {c for r in (self.first, *rest) for c in r.classes()} - exits
-        stop = lambda c: () if c in exits else need.users.get(c, ())  # noqa: E731
-        if cone(inside, stop) - exits & need.outside:
-            pass
-        reached = cone(inside, stop) - exits
-        if reached & need.outside:
+        users = self.need.users
+        reached = cone(inside, lambda c: () if c in exits else users.get(c, ()))
+        if (reached - exits) & self.need.outside:
             return None
         return [self._forward(), self._backward(rest)]
 
