@@ -192,10 +192,11 @@ class _Attention:
         """Find the class of the result, and make one of the log-sum-exp."""
         self.rows = _RowSymbols(self.t, self.rules, {})
         self._learn(self.first, turned=False)
-        outs = [c for c in sorted(self.first.gives()) if self._is(c, monomial(weighted=1, total=-1))]
+        result = monomial(weighted=1, total=-1)
+        outs = [c for c in sorted(self.first.classes()) if self._is(c, result) and self._is_narrow(c)]
         tops = [c for c in self.first.served if self.rows.of(c)[0] == MAXIMUM]
         totals = [c for c in self.first.served if self._is(c, monomial(total=1))]
-        if len(outs) != 1 or not tops or not totals or not self._is_narrow(outs[0]):
+        if not outs or not tops or not totals:
             return False
         lse = _log_sum_exp(self.t, *(Ref(c, self.rows.of(c)[1]) for c in (tops[0], totals[0])))
         of_out = _with_feature(self.rows.of(outs[0])[1], self.spec.features(2))
@@ -242,17 +243,22 @@ class _Attention:
         made: dict[int, tuple[int, Names]] = {}
         for cls, served in route.served.items():
             self._learn_sum(route, served, tiles, turned, known, made)
-        # values without a symbol so far may have one now
-        self.rows.known = {c: x for c, x in self.rows.known.items() if x[0] is not None} | known
-        for cls in route.served:  # row algebra between the sums of one fold
-            symbol, names = known.get(cls, (None, ()))
-            if symbol is not None:
-                self.rows.known[cls] = self._with_row_algebra(route.served[cls], symbol), names
+        self._know(route, known)
         if route is self.first:
             return True
         left = route.gives() - made.keys()
         self.made |= made
         return all(self.rows.of(c)[0] is not None for c in left)
+
+    def _know(self, route: FoldRoute, sums: dict[int, tuple[Symbol, Names]]) -> None:
+        """Note the symbols of sums with their row algebra, which may read other sums."""
+        rows, found = self.rows, {0: None}
+        while found:
+            rows.known = {c: x for c, x in rows.known.items() if x[0] is not None}
+            left = {c: x for c, x in sums.items() if c not in rows.known}
+            made = {c: (self._with_row_algebra(route.served[c], s), a) for c, (s, a) in left.items()}
+            found = {c: x for c, x in made.items() if x[0] is not None}
+            rows.known |= found
 
     def _learn_sum(
         self,
@@ -417,7 +423,8 @@ class _Attention:
     def routes(self, rest: Sequence[FoldRoute]) -> list[FoldRoute] | None:
         """Return the two routes, or None where something else reads the maxima or sums."""
         exits = {self.out[0], *self.made}
-        inside = {c for r in (self.first, *rest) for c in r.classes()} - exits
+        inside = {c for r in rest for c in r.classes()} | {*self.first.served}
+        inside -= exits
         users = self.need.users
         reached = cone(inside, lambda c: () if c in exits else users.get(c, ()))
         if (reached - exits) & self.need.outside:
@@ -428,7 +435,7 @@ class _Attention:
         assert self.spec.epilogue is not None
         (out, of_out), (lse, of_lse) = self.out, self.stats
         names: Any = {out: of_out, lse: of_lse}
-        inside = {*self.first.classes(), out, lse}
+        inside = {*self.first.served, out, lse}
         rows = Rows(self.spec.epilogue, [out, lse], names, inside, (of_out, of_lse))
         made = replace(self.first, spec=self.spec, inputs=[*self.inputs], rows=rows, wide=None)
         return made
