@@ -85,13 +85,13 @@ def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
     """Run a fold that `supports` accepts."""
     a = plain_attention(spec)
     assert a is not None and spec.epilogue is not None
-    (q, k, v), (query, _, value) = _operands(spec, a, operands), _axes(spec, a)
-    lengths = None if a.seen.length is None else _lengths(spec, a, operands[a.seen.length], query[0])
+    (q, k, v), (of_out, _, value) = _operands(spec, a, operands), _axes(spec, a)
+    (batch, rows, heads, _), length = of_out, a.seen.length
+    lengths = None if length is None else _lengths(spec, a, operands[length], batch)
     out, lse = jax_kernels.cudnn_attention(q, k, v, lengths, a.scale, causal=a.seen.upper == 0)
     if lengths is not None:
         out = jnp.where((lengths > 0)[:, None, None, None], out, _keyless(a, v, out))
-    batch, rows, heads, _ = query
-    results = {"out": (out, (*query[:3], value[3])), "lse": (lse, (batch, heads, rows))}
+    results = {"out": (out, (*of_out[:3], value[3])), "lse": (lse, (batch, heads, rows))}
     names = zip(a.results, spec.epilogue.axes, strict=True)
     return tuple(_split(spec, *results[name], axes=axes) for name, axes in names)
 

@@ -230,6 +230,7 @@ def known_number(x: Symbol) -> float | None:
 
 
 def scaled(x: Symbol, factor: float) -> Symbol:
+    """Return the symbol of a value times a number."""
     match x:
         case Scores(scale, seen) if seen == VisiblePairs() and math.isfinite(factor):
             return Scores(scale * factor)

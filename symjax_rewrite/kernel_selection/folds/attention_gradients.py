@@ -9,24 +9,22 @@ so that the folds are replaced only if they are this gradient.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import is_half
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, identity, is_cast
+from symjax_rewrite.ir.term import is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operand
 from symjax_rewrite.kernel_selection.folds.epilogue import Names, Rows, Served
 from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
     MAXIMUM,
+    RowSymbols,
     Weights,
     gradient_rules,
     monomial,
@@ -36,13 +34,14 @@ from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
     score_derivative,
     times,
 )
+from symjax_rewrite.kernel_selection.folds.score_folds import log_sum_exp, score_fold
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW
+from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.fold.attention_gradient import attention_gradient, gradient_spec
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.plain_attention import (
     Number,
     PlainAttention,
-    Rules,
     Scores,
     Symbol,
     interpreted,
@@ -50,15 +49,11 @@ from symjax_rewrite.pallas_kernels.fold.plain_attention import (
 )
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Contraction,
-    Epilogue,
     ExpSums,
     FoldSpec,
     Sums,
-    Tile,
     WeightedTerm,
-    terms_of,
 )
-from symjax_rewrite.pallas_kernels.monoid import shift_of
 
 Input = tuple[int, tuple[Any, ...]]  # a class, and the axis of each slot
 FEATURE = "feature"
@@ -98,62 +93,22 @@ def with_gradient(t: TermGraph, need: Needed, folds: Sequence[FoldRoute]) -> lis
         found = _Attention.of(t, need, first)
         if found is None:
             continue
-        support = cuda_backend(found.spec)
+        backend = cuda_backend(found.spec)
+        if isinstance(backend, Reason) or backend.name != "library":
+            return None
         rest = [r for r in folds if r is not first]
-        if support and support.name == "library" and found.reads(rest):
-            return found.routes(rest)
+        return found.routes(rest) if found.reads(rest) else None
     return None
-
-
-class _RowSymbols:
-    """Symbols of classes that are elementwise in the results of folds, and the axes of their slots.
-
-    known: symbols of these results.
-    """
-
-    def __init__(self, t: TermGraph, rules: Rules, known: Mapping[int, tuple[Symbol, Names]]) -> None:
-        self.t, self.rules = t, rules
-        self.known: dict[int, tuple[Symbol, Names]] = dict(known)
-
-    def of(self, cls: int) -> tuple[Symbol, Names]:
-        """Return the symbol of a class, None for none, and the axis of each of its slots."""
-        if cls not in self.known:
-            self.known[cls] = None, ()
-            self.known[cls] = self._made(cls)
-        return self.known[cls]
-
-    def _made(self, cls: int) -> tuple[Symbol, Names]:
-        node, sizes = node_of(self.t.graph, cls), self.t.graph.classes[cls].sizes
-        if node.op == CONST:
-            return np.asarray(node.attr[0]), ()
-        if node.bound or node.op not in (ADD, CONTRACT, MAP):
-            return None, ()
-        args = [self.of(a.cls) for a in node.args]
-        names: dict[int, str] = {}
-        for a, (symbol, axes) in zip(node.args, args, strict=True):
-            fits = symbol is not None and len(a.axes) == len(axes)
-            if not fits or any(names.setdefault(i, n) != n for i, n in zip(a.axes, axes)):
-                return None, ()
-        if len({*names.values()}) < len(names) or {*names} != {*range(len(sizes))}:
-            return None, ()
-        return self._applied(node, [s for s, _ in args]), tuple(names[i] for i in range(len(sizes)))
-
-    def _applied(self, node: Any, args: list[Symbol]) -> Symbol:
-        if node.op == MAP:
-            rule = self.rules.get(node.attr[0])
-            return rule(*args, **dict(node.attr[1])) if rule else None
-        if node.op == CONTRACT:
-            return reduce(lambda x, y: None if x is None else multiplied(x, y), args)
-        scaled = [multiplied(x, float(c)) for x, c in zip(args, node.attr, strict=True)]
-        return reduce(lambda x, y: None if x is None or y is None else self.rules["add"](x, y), scaled)
 
 
 @dataclass(slots=True)
 class _Attention:
     """The first fold of a gradient, and what the others compute.
 
-    spec: of the result and the log-sum-exp. inputs: q, k, v. upstream: the derivative by the
-    result. made: by class, the derivative that it holds: 0, 1, 2 for dq, dk, dv, and its axes.
+    spec: of the result and the log-sum-exp; its operands are q, k and v. inputs: their classes.
+    rows: symbols of row values. out, stats: the classes of the result and of the log-sum-exp.
+    upstream: the derivative by the result. made: by class, the derivative that it holds (0, 1, 2
+    for dq, dk, dv) and its axes.
     """
 
     t: TermGraph
@@ -161,51 +116,45 @@ class _Attention:
     first: FoldRoute
     spec: FoldSpec
     plain: PlainAttention
-    rules: Rules
-    inputs: tuple[Input, Input, Input]
-    out: tuple[int, Names]
-    stats: tuple[int, Names]
-    rows: _RowSymbols
+    inputs: list[Input]
+    rows: RowSymbols
+    out: tuple[int, Names] = (-1, ())
+    stats: tuple[int, Names] = (-1, ())
     upstream: Input | None = None
     made: dict[int, tuple[int, Names]] = field(default_factory=dict)
 
     @staticmethod
     def of(t: TermGraph, need: Needed, route: FoldRoute) -> _Attention | None:
         """Return the plain attention that a fold computes, with its maxima and sums, or None."""
-        spec = _score_fold(route.spec)
-        if spec is None or route.spec.tile.reads or route.spec.named:
+        found = score_fold(route.spec)
+        a = None if found is None else plain_attention(found[0])
+        if found is None or a is None:
             return None
-        numbers = (*_score_operands(route.spec), _value(route.spec))
-        inputs = tuple(route.inputs[n] for n in numbers)
-        axes = [a for _, axes in inputs for a in axes]
-        if not all(isinstance(a, str) for a in axes) or len({*inputs}) < 2:
-            return None
-        a = plain_attention(spec)
-        if a is None:
+        spec, numbers = found
+        inputs = [route.inputs[n] for n in numbers]
+        if not all(isinstance(axis, str) for _, axes in inputs for axis in axes):
             return None
         rules = gradient_rules(Scores(a.scale, a.seen, a.fill))
-        unknown = _RowSymbols(t, rules, {})
-        self = _Attention(t, need, route, spec, a, rules, inputs, (-1, ()), (-1, ()), unknown)
+        self = _Attention(t, need, route, spec, a, inputs, RowSymbols(t, rules, {}))
         return self if self._finds_results() else None
 
     def _finds_results(self) -> bool:
         """Find the class of the result, and make one of the log-sum-exp."""
-        self.rows = _RowSymbols(self.t, self.rules, {})
-        self._learn(self.first, turned=False)
-        result = monomial(weighted=1, total=-1)
-        outs = [c for c in sorted(self.first.classes()) if self._is(c, result) and self._is_narrow(c)]
-        tops = [c for c in self.first.served if self.rows.of(c)[0] == MAXIMUM]
-        totals = [c for c in self.first.served if self._is(c, monomial(total=1))]
-        if not outs or not tops or not totals:
+        if not self._learn(self.first, turned=False):
             return False
-        lse = _log_sum_exp(self.t, *(Ref(c, self.rows.of(c)[1]) for c in (tops[0], totals[0])))
-        of_out = _with_feature(self.rows.of(outs[0])[1], self.spec.features(2))
-        self.out, self.stats = (outs[0], of_out), lse
-        axes = (self.out[1], lse[1])
-        (sums,) = self.spec.outputs
-        assert isinstance(sums, ExpSums) and self.spec.epilogue is not None
+        result, served = monomial(weighted=1, total=-1), sorted(self.first.served)
+        outs = [c for c in sorted(self.first.classes()) if self._is(c, result)]
+        outs = [c for c in outs if self._is_narrow(c)]
+        tops = [c for c in served if self.rows.of(c)[0] == MAXIMUM]
+        totals = [c for c in served if self._is(c, monomial(total=1))]
+        if not outs or not tops or not totals or self.spec.epilogue is None:
+            return False
+        read = tops[0], self.rows.of(tops[0])[1], totals[0], self.rows.of(totals[0])[1]
+        self.stats = log_sum_exp(self.t, *read)
+        self.out = outs[0], _with_feature(self.rows.of(outs[0])[1], self.spec.features(2))
+        axes = self.out[1], self.stats[1]
         self.spec = replace(self.spec, epilogue=replace(self.spec.epilogue, axes=axes))
-        return {*lse[1]} == {*self.spec.batch, ROW} and plain_attention(self.spec) is not None
+        return plain_attention(self.spec) is not None
 
     def _is(self, cls: int, wanted: Weights) -> bool:
         return wanted.is_close(self.rows.of(cls)[0])
@@ -222,7 +171,7 @@ class _Attention:
         """Return True if the other folds compute derivatives alone, and sums for them."""
         waiting = list(rest)
         while waiting:
-            later = [r for r in waiting if not any(self._learn(r, turned) for turned in (False, True))]
+            later = [r for r in waiting if not self._learn(r, False) and not self._learn(r, True)]
             if len(later) == len(waiting):
                 return False
             waiting = later
@@ -241,7 +190,7 @@ class _Attention:
             return False
         known: dict[int, tuple[Symbol, Names]] = {}
         made: dict[int, tuple[int, Names]] = {}
-        for cls, served in route.served.items():
+        for served in route.served.values():
             self._learn_sum(route, served, tiles, turned, known, made)
         self._know(route, known)
         if route is self.first:
@@ -252,13 +201,12 @@ class _Attention:
 
     def _know(self, route: FoldRoute, sums: dict[int, tuple[Symbol, Names]]) -> None:
         """Note the symbols of sums with their row algebra, which may read other sums."""
-        rows, found = self.rows, {0: None}
+        left, found = dict(sums), dict(sums)
         while found:
-            rows.known = {c: x for c, x in rows.known.items() if x[0] is not None}
-            left = {c: x for c, x in sums.items() if c not in rows.known}
-            made = {c: (self._with_row_algebra(route.served[c], s), a) for c, (s, a) in left.items()}
-            found = {c: x for c, x in made.items() if x[0] is not None}
-            rows.known |= found
+            self.rows.extend({})
+            made = {c: self._with_row_algebra(route.served[c], s) for c, (s, _) in left.items()}
+            found = {c: (s, left.pop(c)[1]) for c, s in made.items() if s is not None}
+            self.rows.extend(found)
 
     def _learn_sum(
         self,
@@ -316,8 +264,8 @@ class _Attention:
         shift: Symbol = MAXIMUM
         for ref, c in piece.exponent:
             more = multiplied(self.rows.of(ref.cls)[0], float(c))
-            shift = None if more is None else self.rules["add"](shift, more)
-        made = self.rules["exp"](shift)
+            shift = None if more is None else self.rows.rules["add"](shift, more)
+        made = self.rows.rules["exp"](shift)
         for ref, p in piece.factors:
             factor = power(self.rows.of(ref.cls)[0], int(p)) if p.denominator == 1 else None
             made = None if made is None or factor is None else times(made, factor)
@@ -336,7 +284,8 @@ class _Attention:
         read = [jax.ShapeDtypeStruct((1, 1), spec.operands[n].dtype) for n in spec.tile.reads]
         closed = jax.make_jaxpr(spec.tile.fun)((one,) * len(dots), tuple(read), index, index)
         places = [Number(1, 0, 0), Number(0, 1, 0)]
-        return interpreted(closed, [*dots, *values, *places[:: -1 if turned else 1]], self.rules)
+        given = [*dots, *values, *(reversed(places) if turned else places)]
+        return interpreted(closed, given, self.rows.rules)
 
     def _dot(self, route: FoldRoute, c: Contraction, turned: bool) -> Symbol:
         """Return the symbol of the scores, or of the products with the derivative by the result."""
@@ -394,7 +343,8 @@ class _Attention:
         if weights != self._input(1 - number):
             return None
         scale = next((c for p, c in tile.terms if p.upstream), 0.0)
-        return (number, self.plain.scale / scale) if score_derivative(scale).is_close(tile) else None
+        alike = score_derivative(scale).is_close(tile)
+        return (number, self.plain.scale / scale) if alike else None
 
     def _learn_derivatives(
         self,
@@ -409,15 +359,12 @@ class _Attention:
         kind, missing = found
         names = self._names(route.spec, served, turned)
         assert names is not None
-        rows = _RowSymbols(
-            self.t, self.rules, {served.exit.cls: (monomial(coefficient), names)}
-        )
-        feature = {*self.spec.features((self.plain.query, self.plain.key, self.plain.value)[kind])}
-        wanted = {*self.spec.operands[kind].axes} - feature | {FEATURE}
+        sums = {served.exit.cls: (monomial(coefficient), names)}
+        rows = RowSymbols(self.t, self.rows.rules, sums)
+        wanted = {*self.spec.operands[kind].axes} - {*self.spec.features(kind)} | {FEATURE}
         for cls in route.gives():
             symbol, axes = rows.of(cls)
-            alike = monomial(missing).is_close(symbol) and self._is_narrow(cls)
-            if alike and {*axes} == wanted and not rows.known[served.exit.cls][0] is None:
+            if monomial(missing).is_close(symbol) and self._is_narrow(cls) and {*axes} == wanted:
                 made[cls] = kind, axes
 
     def routes(self, rest: Sequence[FoldRoute]) -> list[FoldRoute] | None:
@@ -437,33 +384,29 @@ class _Attention:
         names: Any = {out: of_out, lse: of_lse}
         inside = {*self.first.served, out, lse}
         rows = Rows(self.spec.epilogue, [out, lse], names, inside, (of_out, of_lse))
-        made = replace(self.first, spec=self.spec, inputs=[*self.inputs], rows=rows, wide=None)
-        return made
+        return replace(self.first, spec=self.spec, inputs=[*self.inputs], rows=rows, wide=None)
 
     def _backward(self, rest: Sequence[FoldRoute]) -> FoldRoute:
-        assert self.upstream is not None
+        """Return the route of the derivatives, which computes all classes of the other folds."""
+        assert self.upstream is not None and self.spec.epilogue is not None
         classes = sorted(self.made)
-        kinds = tuple(self.made[c][0] for c in classes)
-        axes = tuple(self.spec.operands[k].axes for k in kinds)
-        numbers = (self.plain.query, self.plain.key, self.plain.value)
-        names: Any = {
-            c: _with_feature(self.made[c][1], self.spec.features(numbers[self.made[c][0]]))
-            for c in classes
-        }
-        assert self.spec.epilogue is not None
+        kinds = tuple([self.made[c][0] for c in classes])
+        names: Any = {c: _with_feature(a, self.spec.features(k)) for c, (k, a) in self.made.items()}
+        axes = tuple([self.spec.operands[k].axes for k in kinds])
+        order = _with_feature(self.upstream[1], self.spec.features(2))
         inside = {c for r in rest for c in r.classes()}
-        order = _with_feature(self.upstream[1], self.spec.features(self.plain.value))
-        given = (*self.inputs, (self.upstream[0], order), self.out, self.stats)
-        made = AttentionGradientRoute(
-            gradient_spec(self.spec),
-            "auto",
-            [*given],
-            {c: s for r in rest for c, s in r.served.items()},
-            Rows(self.spec.epilogue, [*classes], names, inside, axes),
-            [s for r in rest for s in r.steps][: max(len(r.steps) for r in rest)],
+        return AttentionGradientRoute(
+            spec=gradient_spec(self.spec),
+            backend="auto",
+            inputs=[*self.inputs, (self.upstream[0], order), self.out, self.stats],
+            served={c: s for r in rest for c, s in r.served.items()},
+            rows=Rows(self.spec.epilogue, [*classes], names, inside, axes),
+            steps=max((r.steps for r in rest), key=len),
+            kernel="library",
+            attention=self.spec,
+            order=order,
+            chosen=kinds,
         )
-        made.attention, made.order, made.chosen, made.kernel = self.spec, order, kinds, "library"
-        return made
 
 
 def _with_feature(axes: Names, feature: tuple[str, ...]) -> Names:
@@ -478,82 +421,3 @@ def _summed(tile: Symbol) -> Symbol:
     if (p.score, p.upstream) != (1, 1):
         return None
     return monomial(c, top=p.top + 1, total=p.total, dotted=p.dotted + 1, weighted=p.weighted)
-
-
-def _score_operands(spec: FoldSpec) -> tuple[int, int]:
-    """Return the numbers of the queries and keys of a fold whose tile is one of scores."""
-    c = spec.contractions[_score_number(spec) or 0]
-    return c.row, c.col
-
-
-def _value(spec: FoldSpec) -> int:
-    (output,) = spec.outputs
-    return next(t.weights for t in terms_of(output) if t.weights is not None)
-
-
-def _score_number(spec: FoldSpec) -> int | None:
-    """Return the number of the contraction that the exponents are computed from."""
-    (output,) = spec.outputs
-    one, index = (jax.ShapeDtypeStruct((1, 1), d) for d in (jnp.float32, jnp.int32))
-    count = len(spec.contractions)
-    closed = jax.make_jaxpr(spec.tile.fun)((one,) * count, (), index, index)
-    for k in range(count):
-        dots = [Scores(1.0) if n == k else None for n in range(count)]
-        given = [*dots, Number(1, 0, 0), Number(0, 1, 0)]
-        found = interpreted(closed, given, gradient_rules(Scores(1.0)))
-        if isinstance(found[output.tile], Scores):
-            return k
-    return None
-
-
-def _score_fold(spec: FoldSpec) -> FoldSpec | None:
-    """Return the fold of the result and log-sum-exp of scores and values, if a fold has both."""
-    if len(spec.outputs) != 1 or spec.tile.reads or spec.named:
-        return None
-    (output,) = spec.outputs
-    if not isinstance(output, ExpSums):
-        return None
-    weighted = [t for t in output.terms if t.weights is not None]
-    number = _score_number(spec)
-    if number is None or len(weighted) != 1:
-        return None
-    c, inner, count = spec.contractions[number], spec.tile, len(spec.contractions)
-    numbers = (c.row, c.col, weighted[0].weights)
-    q, k, v = (spec.operands[n] for n in numbers if n is not None)
-
-    def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
-        made = inner.fun(dots * count, values, i, j)
-        return (made[output.tile] if isinstance(made, tuple) else made,)
-
-    def finished(results: tuple, values: tuple) -> tuple[Any, Any]:
-        top, total, sums = results[0]
-        return (sums / total).astype(v.dtype), shift_of(top) + jnp.log(total)
-
-    out = (*spec.batch, spec.row, *spec.features(numbers[2] or 0))
-    return replace(
-        spec,
-        operands=(q, k, v),
-        contractions=(replace(c, row=0, col=1),),
-        tile=Tile(tile, key=("scores", inner.key, output.tile, number), dtypes=("float32",)),
-        outputs=(ExpSums((WeightedTerm(), replace(weighted[0], weights=2))),),
-        epilogue=Epilogue(finished, (out, (*spec.batch, spec.row)), key=("attention", v.dtype)),
-    )
-
-
-def _log_sum_exp(t: TermGraph, top: Ref, total: Ref) -> tuple[int, Names]:
-    """Add the class of max + log(total); return the class and its axes."""
-    g, axes = t.graph, top.axes
-    info = g.classes[top.cls]
-    index = {a: n for n, a in enumerate(axes)}
-    logarithm = g.add(
-        MAP,
-        ("log", ()),
-        (Ref(total.cls, tuple(index[a] for a in total.axes)),),
-        info.sizes,
-        (),
-        "float32",
-    )
-    made = g.add(
-        ADD, (1, 1), (Ref(top.cls, identity(len(axes))), logarithm), info.sizes, (), "float32"
-    )
-    return made.cls, tuple(axes[n] for n in made.axes)
