@@ -202,7 +202,10 @@ def cudnn_attention_gradient(
     """
 
     def pulled(q: Any, k: Any, v: Any, g: Any) -> Any:
-        (_, stats), back = jax.vjp(lambda *xs: cudnn_attention(*xs, None, scale, causal), q, k, v)
+        def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            return cudnn_attention(q, k, v, None, scale, causal)
+
+        (_, stats), back = jax.vjp(attend, q, k, v)
         return back((g, jnp.zeros_like(stats)))
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

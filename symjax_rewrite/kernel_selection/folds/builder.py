@@ -71,7 +71,7 @@ class FoldRoute:
     inputs: per operand its class and, for each slot, an axis name or one index. rows: the epilogue;
     without an epilogue the row algebra is computed outside. steps: the tile program. wide: classes
     that folds exchange in f32; with None every step rounds as the program does. price: returns the
-    fold's cost on a device.
+    fold's cost on a device. kernel: the CUDA backend that computes it in one call, if fixed.
     """
 
     spec: FoldSpec

@@ -12,7 +12,7 @@ from symjax_rewrite.ir.term import ADD, MAP, Ref, identity
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import Names
 from symjax_rewrite.kernel_selection.folds.gradient_symbols import gradient_rules
-from symjax_rewrite.pallas_kernels.fold.plain_attention import Number, Scores, interpreted
+from symjax_rewrite.pallas_kernels.fold.plain_attention import HALVES, Number, Scores, interpreted
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Epilogue,
     ExpSums,
@@ -31,18 +31,15 @@ def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
     if len(spec.outputs) != 1 or spec.tile.reads or spec.named or not spec.contractions:
         return None
     (output,) = spec.outputs
-    weighted = (
-        [t for t in output.terms if t.weights is not None] if isinstance(output, ExpSums) else []
-    )
-    number = _score_number(spec, output.tile) if len(weighted) == 1 else None
+    if not isinstance(output, ExpSums):
+        return None
+    weighted = [t for t in output.terms if t.weights is not None]
+    if len(weighted) != 1 or spec.operands[weighted[0].weights or 0].dtype not in HALVES:
+        return None
+    number, inner, root = _score_number(spec, output.tile), spec.tile, output.tile
     if number is None or weighted[0].weights is None:
         return None
-    c, inner, count, root = (
-        spec.contractions[number],
-        spec.tile,
-        len(spec.contractions),
-        output.tile,
-    )
+    c, count = spec.contractions[number], len(spec.contractions)
     numbers = c.row, c.col, weighted[0].weights
     q, k, v = (spec.operands[n] for n in numbers)
 
@@ -72,6 +69,8 @@ def _score_number(spec: FoldSpec, root: int) -> int | None:
     """Return the number of the contraction that a tile scales and masks."""
     one, index = (jax.ShapeDtypeStruct((1, 1), d) for d in (jnp.float32, jnp.int32))
     count = len(spec.contractions)
+    if any(c.dtype != "float32" for c in spec.contractions):
+        return None
     closed = jax.make_jaxpr(spec.tile.fun)((one,) * count, (), index, index)
     for number in range(count):
         dots = [Scores(1.0) if n == number else None for n in range(count)]

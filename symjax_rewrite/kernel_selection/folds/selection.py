@@ -204,7 +204,7 @@ class _FoldSelection:
             return f"not a fold: {error.what}"
         if not folds:
             return "of each row only a chosen column is read"
-        if not draft.choices:
+        if self.device.runs_on_gpu and not draft.choices:
             folds = with_gradient(t, need, folds) or folds
         for route in folds:
             backend = BACKENDS.get(route.backend)
