@@ -191,6 +191,32 @@ def cudnn_attention(
     )
 
 
+def cudnn_attention_gradient(
+    query: Any, key: Any, value: Any, upstream: Any, out: Any, lse: Any, scale: float, causal: bool
+) -> Sequence[Any]:
+    """Return cuDNN's derivatives by query, key and value, from the results of `cudnn_attention`.
+
+    The forward call of the traced derivative is replaced by its results.
+
+    upstream: the derivative by `out`.
+    """
+
+    def pulled(q: Any, k: Any, v: Any, g: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+            return cudnn_attention(q, k, v, None, scale, causal)
+
+        (_, stats), back = jax.vjp(attend, q, k, v)
+        return back((g, jnp.zeros_like(stats)))
+
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name.startswith("dot_product_attention_fwd"):
+            return [out, lse]
+        return eval_equation(eqn, operands)
+
+    operands = query, key, value, upstream
+    return eval_each(jax.make_jaxpr(pulled)(*operands), operands, run)
+
+
 _late_p = _core.Primitive("sym_late_kernel")
 _late_p.multiple_results = True
 

@@ -85,21 +85,54 @@ def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
     """Run a fold that `supports` accepts."""
     a = plain_attention(spec)
     assert a is not None and spec.epilogue is not None
-    batch, heads, groups, contracted, summed = layout_of(spec, a)
-    columns, lead = (spec.col,), (batch, (spec.row,), (*heads, *groups))
-    read = (
-        (a.query, (*lead, contracted)),
-        (a.key, (batch, columns, heads, contracted)),
-        (a.value, (batch, columns, heads, summed)),
-    )
-    q, k, v = [_merged(spec, operands[n], spec.operands[n].axes, order) for n, order in read]
-    lengths = None if a.seen.length is None else _lengths(spec, a, operands[a.seen.length], batch)
+    (q, k, v), (of_out, _, value) = _operands(spec, a, operands), _axes(spec, a)
+    (batch, rows, heads, _), length = of_out, a.seen.length
+    lengths = None if length is None else _lengths(spec, a, operands[length], batch)
     out, lse = jax_kernels.cudnn_attention(q, k, v, lengths, a.scale, causal=a.seen.upper == 0)
     if lengths is not None:
         out = jnp.where((lengths > 0)[:, None, None, None], out, _keyless(a, v, out))
-    results = {"out": (out, (*lead, summed)), "lse": (lse, (batch, (*heads, *groups), (spec.row,)))}
+    results = {"out": (out, (*of_out[:3], value[3])), "lse": (lse, (batch, heads, rows))}
     names = zip(a.results, spec.epilogue.axes, strict=True)
     return tuple(_split(spec, *results[name], axes=axes) for name, axes in names)
+
+
+def attention_gradient(spec: FoldSpec, *operands: Any) -> list[Any]:
+    """Return dq, dk and dv, each with the axes of its operand, of a fold that `supports` accepts.
+
+    operands: q, k, v in the order of the fold, do and out with the axes of out, and lse.
+    """
+    a = plain_attention(spec)
+    assert a is not None and spec.epilogue is not None
+    axes, results = _axes(spec, a), dict(zip(a.results, spec.epilogue.axes, strict=True))
+    (batch, rows, heads, _), of_out = axes[0], (*axes[0][:3], axes[2][3])
+    *_, upstream, out, lse = operands
+    read = [
+        *_operands(spec, a, operands),
+        *(_merged(spec, x, results["out"], of_out) for x in (upstream, out)),
+        _merged(spec, lse, results["lse"], (batch, heads, rows)),
+    ]
+    made = jax_kernels.cudnn_attention_gradient(*read, a.scale, causal=a.seen.upper == 0)
+    wanted = [spec.operands[n].axes for n in (a.query, a.key, a.value)]
+    return [_split(spec, x, *each) for x, *each in zip(made, axes, wanted, strict=True)]
+
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+def _axes(spec: FoldSpec, a: PlainAttention) -> tuple[Groups, Groups, Groups]:
+    """Return the merged axes of q [b, m, h·g, d], k [b, n, h, d] and v [b, n, h, e]."""
+    batch, heads, groups, contracted, summed = layout_of(spec, a)
+    return (
+        (batch, (spec.row,), (*heads, *groups), contracted),
+        (batch, (spec.col,), heads, contracted),
+        (batch, (spec.col,), heads, summed),
+    )
+
+
+def _operands(spec: FoldSpec, a: PlainAttention, operands: Any) -> list[Any]:
+    """Return q, k and v as cuDNN reads them."""
+    read = zip((a.query, a.key, a.value), _axes(spec, a), strict=True)
+    return [_merged(spec, operands[n], spec.operands[n].axes, axes) for n, axes in read]
 
 
 def _lengths(spec: FoldSpec, a: PlainAttention, x: Any, batch: tuple[str, ...]) -> Any:

@@ -154,7 +154,7 @@ def _scores(spec: FoldSpec) -> Scores | None:
     closed = jax.make_jaxpr(spec.tile.fun)((dot,), (index,) * len(reads), index, index)
     lengths = [Number(0, 0, 0, 1, k) for k in spec.tile.reads]
     given = [Scores(1.0), *lengths, Number(1, 0, 0), Number(0, 1, 0)]
-    found = _interpreted(closed, given, TILE_RULES)
+    found = interpreted(closed, given, TILE_RULES)
     tile = found[0] if len(found) == 1 else None
     return tile if isinstance(tile, Scores) else None
 
@@ -166,7 +166,7 @@ def _results(spec: FoldSpec, value: int) -> tuple[str, ...] | None:
     of_terms = [Power(total=1) if t.weights is None else Power(weighted=1) for t in sums.terms]
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     closed = jax.make_jaxpr(epilogue.fun)(((one,) * (1 + len(of_terms)),), ())
-    found = _interpreted(closed, [Logarithm(1.0), *of_terms], EPILOGUE_RULES)
+    found = interpreted(closed, [Logarithm(1.0), *of_terms], EPILOGUE_RULES)
     lead = {*spec.batch, spec.row}
     wanted = {
         Power(1, -1): ("out", spec.operands[value].dtype, {*lead, *spec.features(value)}),
@@ -184,7 +184,7 @@ def _results(spec: FoldSpec, value: int) -> tuple[str, ...] | None:
 Rules = dict[str, Callable[..., Symbol]]
 
 
-def _interpreted(closed: ClosedJaxpr, inputs: Sequence[Symbol], rules: Rules) -> list[Symbol]:
+def interpreted(closed: ClosedJaxpr, inputs: Sequence[Symbol], rules: Rules) -> list[Symbol]:
     """Return the symbols of a program's results."""
     env: dict[Any, Symbol] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     env |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -204,32 +204,33 @@ def _applied(eqn: JaxprEqn, args: list[Symbol], rules: Rules) -> list[Symbol]:
     if any(a is None for a in args):
         return [None] * len(eqn.outvars)
     if name in CALLS:
-        return _interpreted(jax_internals.bodies(eqn)[0], args, rules)
+        return interpreted(jax_internals.bodies(eqn)[0], args, rules)
     if all(isinstance(a, (np.ndarray, jax.Array)) for a in args):
         with jax.ensure_compile_time_eval():
             return jax_internals.eval_equation(eqn, args)
     if name in SAME:
         return [args[0]]
-    if name == "convert_element_type":
-        return [_converted(args[0], str(eqn.params["new_dtype"]))]
+    if name == "convert_element_type" and name not in rules:
+        return [converted(args[0], str(eqn.params["new_dtype"]))]
     rule = rules.get(name)
     return [rule(*args, **eqn.params) if rule else None] * len(eqn.outvars)
 
 
-def _converted(x: Symbol, dtype: str) -> Symbol:
+def converted(x: Symbol, dtype: str) -> Symbol:
     """Return the symbol of a cast: scores stay f32, integers wide, results floats."""
     kinds = {Scores: ("float32",), Number: ("int32", "int64")}
     kinds |= dict.fromkeys((Power, Logarithm), ("float32", *HALVES))
     return x if dtype in kinds.get(type(x), ()) else None
 
 
-def _known(x: Symbol) -> float | None:
+def known_number(x: Symbol) -> float | None:
     """Return the value of a concrete number, else None."""
     concrete = isinstance(x, (np.ndarray, jax.Array)) and x.size == 1
     return float(np.asarray(x, np.float64).reshape(())) if concrete else None
 
 
-def _scaled(x: Symbol, factor: float) -> Symbol:
+def scaled(x: Symbol, factor: float) -> Symbol:
+    """Return the symbol of a value times a number."""
     match x:
         case Scores(scale, seen) if seen == VisiblePairs() and math.isfinite(factor):
             return Scores(scale * factor)
@@ -246,8 +247,8 @@ def _scaled(x: Symbol, factor: float) -> Symbol:
 def _multiplied(x: Symbol, y: Symbol, **_: Any) -> Symbol:
     if isinstance(x, Power) and isinstance(y, Power):
         return Power(x.weighted + y.weighted, x.total + y.total, x.top + y.top)
-    factor = _known(y) if _known(x) is None else _known(x)
-    return None if factor is None else _scaled(x if _known(x) is None else y, factor)
+    factor = known_number(y) if known_number(x) is None else known_number(x)
+    return None if factor is None else scaled(x if known_number(x) is None else y, factor)
 
 
 def _inverse(x: Symbol) -> Symbol:
@@ -255,9 +256,9 @@ def _inverse(x: Symbol) -> Symbol:
 
 
 def _divided(x: Symbol, y: Symbol, **_: Any) -> Symbol:
-    divisor, dividend = _known(y), _known(x)
+    divisor, dividend = known_number(y), known_number(x)
     if divisor:
-        return None if isinstance(x, Number) else _scaled(x, 1 / divisor)
+        return None if isinstance(x, Number) else scaled(x, 1 / divisor)
     if dividend is not None:
         return _inverse(y) if dividend == 1 else None
     return _multiplied(x, _inverse(y)) if isinstance(y, Power) else None
@@ -269,7 +270,7 @@ def _added(x: Symbol, y: Symbol, **_: Any) -> Symbol:
             length = a.length if a.sign else b.length
             constant, sign = a.constant + b.constant, a.sign + b.sign
             return Number(a.row + b.row, a.column + b.column, constant, sign, length)
-    zero = [s for s in (x, y) if _known(s) == 0]
+    zero = [s for s in (x, y) if known_number(s) == 0]
     if zero:
         return y if zero[0] is x else x
     if isinstance(x, Logarithm) and isinstance(y, Logarithm):
@@ -278,17 +279,17 @@ def _added(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 
 def _numbered(x: Symbol) -> Symbol:
-    known = _known(x)
+    known = known_number(x)
     whole = known is not None and known.is_integer()
     return Number(0, 0, int(known)) if whole and known is not None else x
 
 
 def _negated(x: Symbol, **_: Any) -> Symbol:
-    return _scaled(x, -1.0)
+    return scaled(x, -1.0)
 
 
 def _subtracted(x: Symbol, y: Symbol, **_: Any) -> Symbol:
-    known = _known(y)
+    known = known_number(y)
     return _added(x, np.asarray(-known) if known is not None else _negated(y))
 
 
@@ -315,7 +316,7 @@ def _complement(x: Symbol, **_: Any) -> Symbol:
 
 
 def _and(x: Symbol, y: Symbol, **_: Any) -> Symbol:
-    match _known(x), _known(y):
+    match known_number(x), known_number(y):
         case 1.0, _:
             return y
         case _, 1.0:
@@ -334,19 +335,19 @@ def _or(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 
 def _inverted(x: Symbol) -> Symbol:
-    known = _known(x)
+    known = known_number(x)
     return _complement(x) if known is None else np.asarray(1.0 - known)
 
 
 def _chosen(condition: Symbol, *values: Symbol, **_: Any) -> Symbol:
     """Return `where(condition, values[1], values[0])`."""
     if condition is IS_FINITE:  # the shift is the maximum but where the row has no plain result
-        return values[1] if _known(values[0]) == 0 and values[1] == Logarithm(1.0) else None
+        return values[1] if known_number(values[0]) == 0 and values[1] == Logarithm(1.0) else None
     if not isinstance(condition, VisiblePairs):
         return None
     outside, inside = values[::-1] if condition.inverse else values
     kept = replace(condition, inverse=False)
-    known = tuple(map(_known, (outside, inside)))
+    known = tuple(map(known_number, (outside, inside)))
     if isinstance(inside, Scores):
         return None if known[0] is None else _masked(inside, kept, known[0])
     truth = all(str(getattr(v, "dtype", "")) == "bool" for v in values)
@@ -364,9 +365,9 @@ def _masked(scores: Scores, seen: VisiblePairs, fill: float) -> Symbol:
 
 def _largest(x: Symbol, y: Symbol, **_: Any) -> Symbol:
     """Return `max`, of which -inf is the unit."""
-    if _known(x) == -math.inf:
+    if known_number(x) == -math.inf:
         return y
-    return x if _known(y) == -math.inf else None
+    return x if known_number(y) == -math.inf else None
 
 
 def _magnitude(x: Symbol, **_: Any) -> Symbol:
@@ -376,7 +377,7 @@ def _magnitude(x: Symbol, **_: Any) -> Symbol:
 
 
 def _is_below_infinity(x: Symbol, y: Symbol, **_: Any) -> Symbol:
-    return IS_FINITE if x is abs and _known(y) == math.inf else None
+    return IS_FINITE if x is abs and known_number(y) == math.inf else None
 
 
 def _exponential(x: Symbol, **_: Any) -> Symbol:

@@ -72,6 +72,7 @@ class FoldRoute:
     without an epilogue the row algebra is computed outside. steps: the tile program. wide: classes
     that folds exchange in f32; with None every step rounds as the program does. price: returns the
     fold's cost on a device. compute: returns all results of the operands; None: the fold itself.
+    kernel: the CUDA backend that computes it in one call, if fixed.
     """
 
     spec: FoldSpec
@@ -83,6 +84,7 @@ class FoldRoute:
     wide: frozenset[int] | None = None
     price: Callable[[Device], Cost] | None = None
     compute: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
+    kernel: str = ""
 
     def classes(self) -> set[int]:
         return set(self.served) | (set() if self.rows is None else self.rows.inside)

@@ -385,6 +385,8 @@ def gpu_kernels(route: FoldRoute, device: Device) -> list[GpuKernel]:
     """Return the kernels that compute a fold, with block sizes; empty where loops compute it."""
     if not device.runs_on_gpu or route.backend not in ("auto", *fold_cost.RATES):
         return []
+    if route.kernel:
+        return [GpuKernel(route.spec, TritonBlocks(), route.kernel)]
     made = []
     for _, part in one_way(route.spec):
         best, cut = cuda_backend(part), fold_cut(part)

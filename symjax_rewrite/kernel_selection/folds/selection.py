@@ -20,6 +20,7 @@ from symjax_rewrite.errors import KernelError, UsageError, choice
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.attention_gradients import with_gradient
 from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece
 from symjax_rewrite.kernel_selection.folds.clustering import (
     Cluster,
@@ -208,12 +209,14 @@ class _FoldSelection:
             return f"not a fold: {error.what}"
         if not folds:
             return "of each row only a chosen column is read"
+        if self.device.runs_on_gpu and not draft.choices:
+            folds = with_gradient(t, need, folds) or folds
         for route in folds:
             backend = BACKENDS.get(route.backend)
             support = backend.supports(route.spec) if backend else True
             if backend is None and not (streams := BACKENDS["xla"].supports(route.spec)):
                 return Obstacle.BACKEND(streams)
-            if not support:
+            if not support and not route.kernel:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
             route.price = partial(price_at, route, t, self.samples[0])
         why = self._refused(t, draft.cluster, folds)

@@ -1,0 +1,95 @@
+"""The fold of the result and the log-sum-exp of plain attention, within a fold of more results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from symjax_rewrite.ir.term import ADD, MAP, Ref, identity
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.epilogue import Names
+from symjax_rewrite.kernel_selection.folds.gradient_symbols import gradient_rules
+from symjax_rewrite.pallas_kernels.fold.plain_attention import HALVES, Number, Scores, interpreted
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    Epilogue,
+    ExpSums,
+    FoldSpec,
+    Tile,
+    WeightedTerm,
+)
+from symjax_rewrite.pallas_kernels.monoid import shift_of
+
+
+def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
+    """Return the fold of the result and log-sum-exp, and the numbers of q, k and v in a fold.
+
+    None if the fold does not sum values by the exponentials of masked scores.
+    """
+    if len(spec.outputs) != 1 or spec.tile.reads or spec.named or not spec.contractions:
+        return None
+    (output,) = spec.outputs
+    if not isinstance(output, ExpSums):
+        return None
+    weighted = [t for t in output.terms if t.weights is not None]
+    if len(weighted) != 1 or spec.operands[weighted[0].weights or 0].dtype not in HALVES:
+        return None
+    number, inner, root = _score_number(spec, output.tile), spec.tile, output.tile
+    if number is None or weighted[0].weights is None:
+        return None
+    c, count = spec.contractions[number], len(spec.contractions)
+    numbers = c.row, c.col, weighted[0].weights
+    q, k, v = (spec.operands[n] for n in numbers)
+
+    def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
+        made = inner.fun(dots * count, values, i, j)
+        return (made[root] if isinstance(made, tuple) else made,)
+
+    def finished(results: tuple, values: tuple) -> tuple[Any, Any]:
+        top, total, sums = results[0]
+        return (sums / total).astype(v.dtype), shift_of(top) + jnp.log(total)
+
+    lse = (*spec.batch, spec.row)
+    made = replace(
+        spec,
+        operands=(q, k, v),
+        contractions=(replace(c, row=0, col=1),),
+        tile=Tile(tile, key=("scores", inner.key, root, number), dtypes=("float32",)),
+        outputs=(ExpSums((WeightedTerm(), replace(weighted[0], weights=2))),),
+        epilogue=Epilogue(
+            finished, ((*lse, *spec.features(numbers[2])), lse), key=("attention", v.dtype)
+        ),
+    )
+    return made, numbers
+
+
+def _score_number(spec: FoldSpec, root: int) -> int | None:
+    """Return the number of the contraction that a tile scales and masks."""
+    one, index = (jax.ShapeDtypeStruct((1, 1), d) for d in (jnp.float32, jnp.int32))
+    count = len(spec.contractions)
+    if any(c.dtype != "float32" for c in spec.contractions):
+        return None
+    closed = jax.make_jaxpr(spec.tile.fun)((one,) * count, (), index, index)
+    for number in range(count):
+        dots = [Scores(1.0) if n == number else None for n in range(count)]
+        given = [*dots, Number(1, 0, 0), Number(0, 1, 0)]
+        if isinstance(interpreted(closed, given, gradient_rules(Scores(1.0)))[root], Scores):
+            return number
+    return None
+
+
+def log_sum_exp(
+    t: TermGraph, top: int, of_top: Names, total: int, of_total: Names
+) -> tuple[int, Names]:
+    """Add the class of max + log(total); return the class and its axes.
+
+    top, total: the classes of the maxima and the sums; of_top, of_total: their axes.
+    """
+    g, sizes = t.graph, t.graph.classes[top].sizes
+    slots = tuple([of_top.index(axis) for axis in of_total])
+    logarithm = g.add(MAP, ("log", ()), (Ref(total, slots),), sizes, (), "float32")
+    maximum = Ref(top, identity(len(sizes)))
+    made = g.add(ADD, (1, 1), (maximum, logarithm), sizes, (), "float32")
+    return made.cls, tuple([of_top[n] for n in made.axes])

@@ -1,0 +1,169 @@
+"""The gradient of plain attention is computed by cuDNN from the log-sum-exp, and no other is."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import jax_kernels, sym_optimize
+
+pytestmark = [
+    pytest.mark.lowering,
+    pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning"),
+]
+B, T, H, D = 2, 64, 4, 16
+BACKWARD = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+@pytest.fixture(autouse=True)
+def cudnn_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+
+
+def attend(q, k, v, change=lambda s: s, scale=D**-0.5):
+    s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * scale
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(change(s)).astype(v.dtype), v)
+
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_hand(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q * D**-0.5, k, v))
+    s = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=jnp.float32)
+    s = jnp.where(jnp.arange(T)[:, None] >= jnp.arange(T), s, -3e38)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return jnp.einsum("bhts,bhsd->bthd", (e / e.sum(-1, keepdims=True)).astype(v.dtype), v)
+
+
+def stacked(q, k, v):
+    return causal(causal(q, k, v), k, v)
+
+
+def pulled(f: Callable) -> Callable:
+    """The result of attention and its derivatives, from a derivative that is given."""
+
+    def fun(q, k, v, g):
+        out, back = jax.vjp(f, q, k, v)
+        return out, back(g)
+
+    return fun
+
+
+def trained(f: Callable) -> Callable:
+    """A loss and its derivatives, which depend on the result of attention."""
+
+    def loss(q, k, v, g):
+        return jnp.sum((f(q, k, v) * g).astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1, 2))
+
+
+def operands(dtype: str = "bfloat16", keys: int = T, heads: int = H) -> list[Any]:
+    rng = np.random.default_rng(0)
+    shapes = (B, T, H, D), (B, keys, heads, D), (B, keys, heads, D), (B, T, H, D)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def calls(lowered: Any) -> list[str]:
+    return re.findall(r"__cudnn\$\w+|__gpu\$xla.gpu.triton", lowered.as_text())
+
+
+def error(made: Any, exact: Any) -> float:
+    pairs = zip(jax.tree.leaves(made), jax.tree.leaves(exact), strict=True)
+    both = [(np.float32(x).ravel(), np.float32(y).ravel()) for x, y in pairs]
+    return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in both)
+
+
+SLOW = pytest.mark.slow
+GRADIENTS = [
+    pytest.param(trained(causal), {"heads": 2}, 1, id="grouped"),
+    pytest.param(pulled(attend), {"keys": 32}, 1, id="other keys", marks=SLOW),
+    pytest.param(trained(attend), {"dtype": "float16"}, 1, id="half", marks=SLOW),
+    pytest.param(trained(by_hand), {}, 1, id="by hand", marks=SLOW),
+    pytest.param(trained(stacked), {}, 2, id="two layers", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("fun", "changes", "count"), GRADIENTS)
+def test_gradients_are_computed_by_cudnn(fun: Callable, changes: dict, count: int) -> None:
+    """One call forward and one back; the same program on a CPU is as accurate as the original."""
+    given = operands(**changes)
+    traced = sym_optimize(fun, kernels="always", device="h200").trace(*given)
+    found = calls(traced.lower(lowering_platforms=("cuda",)))
+    assert sorted(found) == sorted(BACKWARD * count)
+    made = traced.lower(lowering_platforms=("cpu",)).compile()(*given)
+    exact = jax.jit(fun)(*[x.astype("float32") for x in given])
+    assert error(made, exact) < 1.5 * error(jax.jit(fun)(*given), exact) < 0.02
+
+
+@SLOW
+def test_gradient_of_an_optimised_function_is_computed_by_cudnn() -> None:
+    inner = sym_optimize(causal, kernels="always", device="h200")
+    lowered = jax.jit(trained(inner)).trace(*operands()).lower(lowering_platforms=("cuda",))
+    assert calls(lowered) == BACKWARD
+
+
+def softcapped(q, k, v):
+    return attend(q, k, v, lambda s: 20 * jnp.tanh(s / 20))
+
+
+def with_other_gradient(q, k, v):
+    """Attention of which the values are differentiated as if they were not normalised."""
+    s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    p = e / jax.lax.stop_gradient(e.sum(-1, keepdims=True))
+    return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v)
+
+
+def with_maximum(q, k, v, g):
+    s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * D**-0.5
+    return pulled(attend)(q, k, v, g), s.max(-1)
+
+
+@pytest.mark.parametrize(
+    ("fun", "changes"),
+    [
+        pytest.param(trained(softcapped), {}, id="softcap", marks=SLOW),
+        pytest.param(trained(with_other_gradient), {}, id="other gradient"),
+        pytest.param(with_maximum, {}, id="maximum", marks=SLOW),
+        pytest.param(trained(causal), {"dtype": "float32"}, id="f32", marks=SLOW),
+    ],
+)
+def test_other_gradients_are_not(fun: Callable, changes: dict) -> None:
+    traced = sym_optimize(fun, kernels="always", device="h200").trace(*operands(**changes))
+    assert BACKWARD[1] not in calls(traced.lower(lowering_platforms=("cuda",)))
+
+
+def test_layout_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call's derivatives, by XLA in its place, are those of attention."""
+    from symjax_rewrite.pallas_kernels.fold import cudnn
+    from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+
+    def by_xla(q, k, v, upstream, out, lse, scale, causal):
+        def plain(q, k, v):
+            k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+            seen = jnp.tril(jnp.ones((T, T), bool)) if causal else True
+            return attend(q, k, v, lambda s: jnp.where(seen, s, -jnp.inf), scale)
+
+        return jax.vjp(plain, q, k, v)[1](upstream)
+
+    monkeypatch.setattr(jax_kernels, "cudnn_attention_gradient", by_xla)
+    spec = forward(Attention(B, T, T, 2, D, groups=2, dtype="bfloat16", causal=True))
+    q, k, v, g = operands(heads=2)
+    q, g = (x.reshape(B, T, 2, 2, D) for x in (q, g))
+    out, lse = jnp.zeros_like(q), jnp.zeros((B, 2, 2, T))
+    made = jax.jit(lambda *xs: cudnn.attention_gradient(spec, *xs))(q, k, v, g, out, lse)
+    merged = (x.reshape(B, T, H, D) for x in (q, g))
+    wanted = by_xla(next(merged), k, v, next(merged), out, lse, D**-0.5, True)
+    assert [x.shape for x in made] == [q.shape, k.shape, v.shape]
+    assert error(made, wanted) < 1e-2
