@@ -9,6 +9,7 @@ The environment is set here, before JAX is imported. On a machine with a GPU:
 """
 
 import collections
+import gc
 import os
 import tempfile
 from importlib import metadata
@@ -23,6 +24,10 @@ def compiler_flags(given: str, jaxlib: str) -> str:
         flags |= {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
         if jaxlib.startswith("0.10."):  # XLA ends the process at a flag that it does not know
             flags["xla_cpu_use_fusion_emitters"] = "false"
+        else:  # where loops are always written with MLIR, LLVM's own passes are most of the rest
+            flags["xla_backend_extra_options"] = ",".join(
+                ["xla_cpu_disable_loop_unrolling", "xla_cpu_disable_slp_vectorizer"]
+            )
     added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
     return " ".join([given, *added]).strip()
 
@@ -88,6 +93,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen[row] += 1
     items[:] = mine
     config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported and collected stays until the end: no garbage collection need walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

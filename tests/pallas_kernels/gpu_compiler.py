@@ -75,7 +75,7 @@ def compiler(kind: str, shared_bytes: int | None = None) -> Callable[..., Any]:
             "xla_gpu_fail_ptx_compilation_on_register_spilling": not may_spill
         }
         if dump_to is not None:
-            options |= {"xla_dump_to": str(dump_to), "xla_dump_emitter_re": ".*"}  # with PTX
+            options |= {"xla_dump_to": str(dump_to), "xla_dump_emitter_re": "ptx"}  # no other text
         return lower(jax.jit(f), placed, kind=kind).compile(compiler_options=options)
 
     return compiled
