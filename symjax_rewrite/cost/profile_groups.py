@@ -365,6 +365,9 @@ class FusionFacts:
 
     least_elements: int = quantity("elements", "of fewer nothing is gained", JUDGED, 1 << 16)
     row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
+    across_pages: float = quantity(
+        "1", "fresh pages of a sum across rows, of those of its operand", ORIENTATION, 5
+    )
     vector: int = quantity(
         "elements", "stored rows of whole vectors are reduced fast", ORIENTATION, 8
     )
@@ -375,6 +378,13 @@ class FusionFacts:
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     products: int = quantity("1", "operands that products make, from which on", ORIENTATION, 1)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
+
+    def across_seconds(self, rows: float, page_s: float) -> float:
+        """Return the seconds of a reduction across short rows in a fusion.
+
+        page_s: of fresh memory for what it reduces.
+        """
+        return self.row_s * rows + self.across_pages * page_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,7 +369,21 @@ def steps_of(node: Node, device: Device) -> float:
     if node.op != op.MAP:
         return weight(node)
     beside = device.functions.of(node.attr[0])
+    if node.attr[0] == "integer_pow":
+        beside = _multiplications(node) - 1.0
+        beside += device.functions.of("div") if is_inverse_power(node) else 0.0
     return 1.0 + beside * device.elementwise_per_s / device.folds.fused_steps_per_s
+
+
+def _multiplications(node: Node) -> int:
+    """Return the multiplications of an integer power, by squaring; at least one."""
+    power = abs(dict(node.attr[1])["y"])
+    return max(power.bit_length() + power.bit_count() - 2, 1)
+
+
+def is_inverse_power(node: Node) -> bool:
+    """Return True for an integer power that divides."""
+    return node.op == op.MAP and node.attr[0] == "integer_pow" and dict(node.attr[1])["y"] < 0
 
 
 def reachable(

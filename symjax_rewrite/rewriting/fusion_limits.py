@@ -166,7 +166,8 @@ def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tup
     """Return the seconds of a reduction by rows in a fusion, and of a stored operand."""
     x: Any = e.eqn.invars[0].aval
     pages = device.page_seconds(x.size * x.dtype.itemsize)
-    return facts.row_s * x.size / width, facts.stored_s * x.size + pages
+    fused = facts.across_seconds(x.size / width, pages if width <= facts.short_row else 0.0)
+    return fused, facts.stored_s * x.size + pages
 
 
 def _reduced(e: Equation) -> int:

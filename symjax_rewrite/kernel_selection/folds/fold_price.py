@@ -17,14 +17,22 @@ import jax.numpy as jnp
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FUNCTIONS, FoldFacts
-from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, steps_of, weight
+from symjax_rewrite.cost.term_cost import (
+    Cost,
+    CostModel,
+    is_dot,
+    is_inverse_power,
+    itemsize,
+    steps_of,
+    weight,
+)
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise, is_product
 from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
@@ -220,7 +228,7 @@ def _written(
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written."""
-    choice, mine, _, roots = _written(t, cluster)
+    choice, mine, exits, roots = _written(t, cluster)
     model, folds = CostModel(device, t.number), device.folds
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
@@ -234,7 +242,27 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     inner = ((m, r) for m in cluster.members for r in m.tile.inner)
     summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
     steps += sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
-    return seconds + steps / device.elementwise_per_s
+    across = sum(_across_seconds(t, choice[cls], mine, device) for cls in exits)
+    return seconds + across + steps / device.elementwise_per_s
+
+
+def _across_seconds(t: TermGraph, node: Node, mine: set[int], device: Device) -> float:
+    """Return the seconds of a sum across the short rows of what it reads, beside its arithmetic.
+
+    XLA sums row by row, or stores what the sum reads (`rewriting.fusion_limits`).
+    """
+    facts, wide = device.fusions, max(node.args, key=lambda a: len(a.axes), default=None)
+    if facts is None or wide is None or wide.cls not in mine or not node.bound:
+        return 0.0
+    if not is_product(node_of(t.graph, wide.cls)) and not is_product(node):
+        return 0.0
+    c = t.graph.classes[wide.cls]
+    width = t.number(c.sizes[-1]) if c.sizes else 0
+    if not 1 < width <= facts.short_row or wide.axes[-1] >= node.out:
+        return 0.0
+    size = elements(t, wide.cls)
+    pages = device.page_seconds(size * itemsize(c.dtype))
+    return min(facts.across_seconds(size / width, pages), facts.stored_s * size + pages)
 
 
 def _sum_steps(t: TermGraph, cls: int, folds: FoldFacts) -> float:
@@ -322,8 +350,8 @@ def _fused_into_readers(choice: Mapping[int, Node], order: Sequence[int]) -> set
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """Return True for an elementwise operation that takes a step."""
-    return node.op != MAP or node.attr[0] not in FUNCTIONS
+    """Return True for an elementwise operation that takes a step or a few."""
+    return node.op != MAP or (node.attr[0] not in FUNCTIONS and not is_inverse_power(node))
 
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
@@ -461,14 +489,42 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
     chained = folds.chained if kinds["value"] <= folds.chained_reads else 1.0
-    for kind, data, args, _ in route.steps:
-        if kind == "apply":
-            op, attr = data
-            node = Node(op, attr, (Ref(-1, ()),) * len(args), 0, ())
-            steps += chained * weight(node) + steps_of(node, device) - weight(node)
+    nodes = [
+        Node(*data, (Ref(-1, ()),) * len(args), 0, ()) if kind == "apply" else None
+        for kind, data, args, _ in route.steps
+    ]
+    for node, share in zip(nodes, _shares(route, spec, nodes, blocks), strict=True):
+        if node is not None:
+            own = weight(node)
+            steps += share * (chained * own + steps_of(node, device) - own)
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
+
+
+def _shares(
+    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], blocks: Blocks
+) -> list[float]:
+    """Return the share of a block's elements for which each step of a tile is computed.
+
+    A function is computed once for the axes of a block that it does not depend on, and so is the
+    arithmetic that functions alone read. Other arithmetic is repeated for each element.
+    """
+    axes: list[set[str]] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for k, (kind, data, args, _) in enumerate(route.steps):
+        axes.append(set(blocks.inner) if kind not in ("value", "const", "apply") else set())
+        axes[k].update(spec.operands[data].axes if kind == "value" else ())
+        axes[k].update(*(axes[a] for a in args))
+        for a in args:
+            readers[a].append(k)
+    shares = [1.0] * len(nodes)
+    for k in reversed(range(len(nodes))):
+        node = nodes[k]
+        own = 1 / math.prod(spec.size[a] for a in blocks.inner if a not in axes[k])
+        read = 0.0 if node is not None and not _is_arithmetic(node) else 1.0
+        shares[k] = max(own, min(read, max((shares[r] for r in readers[k]), default=1.0)))
+    return shares
 
 
 def _blocks_kept(route: FoldRoute) -> int:

@@ -273,8 +273,8 @@ class PairwiseTile:
 
     inner: by reference, the pairwise terms computed from others; True for *heavy* terms, which are
     more than tests of index numbers. operands: the leaves. whole: leaves that are pairwise
-    themselves. has_dot: some term is a contraction. nonlinear: some step is no sum. meets: some
-    term combines a row operand and a column operand. compared: classes discontinuous in their
+    themselves. dots: the terms that are contractions. nonlinear: some step is no sum. meets: some
+    other term combines a row operand and a column operand. compared: classes discontinuous in their
     operands. counts: how often an index of a sum is written out; steps: the number of steps then.
     along: the indices that row values are reduced along inside the tile; rows: row values computed
     inside the tile. looked: table lookups.
@@ -283,7 +283,7 @@ class PairwiseTile:
     inner: dict[Ref, bool] = field(default_factory=dict)
     operands: list[Ref] = field(default_factory=list)
     whole: list[Ref] = field(default_factory=list)
-    has_dot: bool = False
+    dots: list[Ref] = field(default_factory=list)
     nonlinear: bool = False
     meets: bool = False
     compared: set[int] = field(default_factory=set)
@@ -292,6 +292,10 @@ class PairwiseTile:
     along: set[Any] = field(default_factory=set)
     rows: set[Ref] = field(default_factory=set)
     looked: list[Ref] = field(default_factory=list)
+
+    @property
+    def has_dot(self) -> bool:
+        return bool(self.dots)
 
     def heavy(self) -> list[Ref]:
         """Return the pairwise references that cost work."""
@@ -330,8 +334,9 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
     match found.kind:
         case "dot" | "hit" | "chosen":
             tile.operands.extend(found.args)
-            tile.meets = heavy = True
-            tile.has_dot |= found.kind == "dot"
+            heavy = True
+            tile.meets |= found.kind != "dot"
+            tile.dots += [ref] if found.kind == "dot" else []
         case "lookup":
             heavy = tile.nonlinear = True
             tile.looked.append(ref)
