@@ -32,7 +32,11 @@ from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise, is_product
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    elements,
+    is_elementwise,
+    is_product,
+)
 from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
