@@ -106,12 +106,12 @@ def attention_gradient(spec: FoldSpec, *operands: Any) -> list[Any]:
     axes, results = _axes(spec, a), dict(zip(a.results, spec.epilogue.axes, strict=True))
     (batch, rows, heads, _), of_out = axes[0], (*axes[0][:3], axes[2][3])
     *_, upstream, out, lse = operands
-    read = [
-        *_operands(spec, a, operands),
-        *(_merged(spec, x, results["out"], of_out) for x in (upstream, out)),
-        _merged(spec, lse, results["lse"], (batch, heads, rows)),
-    ]
-    made = jax_kernels.cudnn_attention_gradient(*read, a.scale, causal=a.seen.upper == 0)
+    query, key, value = _operands(spec, a, operands)
+    upstream, out = (_merged(spec, x, results["out"], of_out) for x in (upstream, out))
+    lse = _merged(spec, lse, results["lse"], (batch, heads, rows))
+    made = jax_kernels.cudnn_attention_gradient(
+        query, key, value, upstream, out, lse, a.scale, causal=a.seen.upper == 0
+    )
     wanted = [spec.operands[n].axes for n in (a.query, a.key, a.value)]
     return [_split(spec, x, *each) for x, *each in zip(made, axes, wanted, strict=True)]
 

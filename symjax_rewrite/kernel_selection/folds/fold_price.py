@@ -493,10 +493,10 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
     chained = folds.chained if kinds["value"] <= folds.chained_reads else 1.0
-    nodes = [
-        Node(*data, (Ref(-1, ()),) * len(args), 0, ()) if kind == "apply" else None
-        for kind, data, args, _ in route.steps
-    ]
+    nodes: list[Node | None] = []
+    for kind, data, args, _ in route.steps:
+        op, attr = data if kind == "apply" else (None, None)
+        nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     for node, share in zip(nodes, _shares(route, spec, nodes, blocks), strict=True):
         if node is not None:
             own = weight(node)
