@@ -121,6 +121,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ("MIN_STEPS", "MAX_DISTANCES", "MULTIPLES", "MAX_DEPTH"), SEARCH
     ),
     "proofs.arithmetic": dict.fromkeys(("MOST_CASES", "MOST_POWER", "MOST_TERMS"), SEARCH),
+    "proofs.power_sums": {"MOST_POWER": SEARCH},
+    "proofs.trigonometry": {"MOST_ANGLES": SEARCH, "MOST_MULTIPLE": SEARCH},
     "proofs.checks": {"MOST_INPUTS": SEARCH, "READING_TOLERANCE": NUMERICS},
     "proofs.evaluation": {
         "MOST_ELEMENTS": SEARCH,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import jax_kernels, sym_optimize
+from tests.pallas_kernels import gpu_compiler
 
 pytestmark = [
     pytest.mark.lowering,
@@ -74,8 +75,10 @@ def operands(dtype: str = "bfloat16", keys: int = T, heads: int = H) -> list[Any
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def calls(lowered: Any) -> list[str]:
-    return re.findall(r"__cudnn\$\w+|__gpu\$xla.gpu.triton", lowered.as_text())
+def calls(traced: Any) -> list[str]:
+    with gpu_compiler.described("H200"):
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"__cudnn\$\w+|__gpu\$xla.gpu.triton", text)
 
 
 def error(made: Any, exact: Any) -> float:
@@ -99,7 +102,7 @@ def test_gradients_are_computed_by_cudnn(fun: Callable, changes: dict, count: in
     """One call forward and one back; the same program on a CPU is as accurate as the original."""
     given = operands(**changes)
     traced = sym_optimize(fun, kernels="always", device="h200").trace(*given)
-    found = calls(traced.lower(lowering_platforms=("cuda",)))
+    found = calls(traced)
     assert sorted(found) == sorted(BACKWARD * count)
     made = traced.lower(lowering_platforms=("cpu",)).compile()(*given)
     exact = jax.jit(fun)(*[x.astype("float32") for x in given])
@@ -109,8 +112,7 @@ def test_gradients_are_computed_by_cudnn(fun: Callable, changes: dict, count: in
 @SLOW
 def test_gradient_of_an_optimised_function_is_computed_by_cudnn() -> None:
     inner = sym_optimize(causal, kernels="always", device="h200")
-    lowered = jax.jit(trained(inner)).trace(*operands()).lower(lowering_platforms=("cuda",))
-    assert calls(lowered) == BACKWARD
+    assert calls(jax.jit(trained(inner)).trace(*operands())) == BACKWARD
 
 
 def softcapped(q, k, v):
@@ -140,8 +142,9 @@ def with_maximum(q, k, v, g):
     ],
 )
 def test_other_gradients_are_not(fun: Callable, changes: dict) -> None:
-    traced = sym_optimize(fun, kernels="always", device="h200").trace(*operands(**changes))
-    assert BACKWARD[1] not in calls(traced.lower(lowering_platforms=("cuda",)))
+    with gpu_compiler.described("H200"):
+        traced = sym_optimize(fun, kernels="always", device="h200").trace(*operands(**changes))
+        assert BACKWARD[1] not in calls(traced)
 
 
 def test_layout_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_values_that_are_not_finite_stay_where_they_are(program: Callable, bad: 
 
 def test_half_of_the_pairs_of_few_points_is_refused_by_price(one_device) -> None:
     f, few = sym_optimize(_forces), _arguments()
-    many = [jnp.zeros((4096, *a.shape[1:])) for a in few]
+    many = [jnp.zeros((8192, *a.shape[1:])) for a in few]
     assert _is_mirrored(f, *many)
     assert not _is_mirrored(f, *few)
     assert not _is_mirrored(sym_optimize(_forces, device="h200"), *many)

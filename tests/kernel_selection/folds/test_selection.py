@@ -257,7 +257,7 @@ def test_gathered_score_of_a_single_row_is_unchanged():
 
 
 def test_pairs_are_not_made_twice():
-    """Scores rounded in two ways: weights by the one, divided by the sum over the other."""
+    """Otherwise scores are rounded in two ways: weights by the one, divided by the other's sum."""
 
     def f(x, y):
         v = jax.nn.softmax(x @ x.T / jnp.sqrt(3.0)) @ x
@@ -265,8 +265,8 @@ def test_pairs_are_not_made_twice():
 
     x = 100 + np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
     g = sym_optimize(f, kernels="always")
-    uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
-    assert uses[True] and uses[False] == "another fold reads the pairwise term it would not store"
+    (use,) = [r for r in g.explain(x, x - 100).routes if r.name == "fold"]
+    assert use.taken  # the distances read the rows of the attention, which are few
     np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
 
 
