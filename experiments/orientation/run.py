@@ -142,9 +142,16 @@ def fusions(rounds: int, sample_s: float, rows: int = 200_000) -> str:
     def distances(x: Any) -> Any:
         return jnp.sum((x[:, None] - x) ** 2, -1)
 
+    def across(x: Any, s: Any) -> Any:
+        return jnp.sum((x[:, None] - x) * s[..., None], 1)
+
+    def across_stored(x: Any, s: Any) -> Any:
+        return jnp.sum(stored((x[:, None] - x) * s[..., None]), 1)
+
     found = []
     for width in (1, 2, 3, 4, 8, 16):
         n = 512
+        far = int((rows * 80 / width) ** 0.5)  # pairs of 64 MB, which the allocator does not keep
         x, y, z = array(n, width), array(n, width), array(rows, width)
         w, p = array(width, 5), array(width, width)
         calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
@@ -152,6 +159,9 @@ def fusions(rounds: int, sample_s: float, rows: int = 200_000) -> str:
             "stored first": (lambda x, y: jnp.sum(stored(chain(x, y)), 1), (x, y), n * n),
             "distances of a product": (lambda x, p: distances(x @ p), (x, p), n * n),
             "product stored": (lambda x, p: distances(stored(x @ p)), (x, p), n * n),
+            "sum across": (across, (x, array(n, n)), n * n),
+            "64 MB": (across, (array(far, width), array(far, far)), far * far),
+            "64 MB, stored": (across_stored, (array(far, width), array(far, far)), far * far),
             "sum of rows": (lambda z: jnp.sum(z, -1), (z,), rows),
             "X 1": (lambda z: z @ jnp.ones(z.shape[1]), (z,), rows),
             "X W": (lambda z, w: z @ w, (z, w), rows),

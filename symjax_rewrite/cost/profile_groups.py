@@ -366,7 +366,7 @@ class FusionFacts:
     least_elements: int = quantity("elements", "of fewer nothing is gained", JUDGED, 1 << 16)
     row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
     across_pages: float = quantity(
-        "1", "fresh pages of a sum across rows, of those of its operand", ORIENTATION, 5
+        "1", "fresh pages of a sum across rows, of those of its operand", ORIENTATION, 2.5
     )
     vector: int = quantity(
         "elements", "stored rows of whole vectors are reduced fast", ORIENTATION, 8
@@ -376,7 +376,6 @@ class FusionFacts:
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
     vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
-    products: int = quantity("1", "operands that products make, from which on", ORIENTATION, 1)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
     def across_seconds(self, rows: float, page_s: float) -> float:

@@ -117,14 +117,14 @@ def _reductions(
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
                 if not (shared and _reduced(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
-        behind = [_made_from([v], makers) for v in chain.spread]
-        sides = [[p for p in side if p.name == "dot_general"] for side in behind]
-        enough = sum(map(bool, sides)) >= facts.products
-        for p in [p for side in sides for p in side] if enough else ():
+        row_s = facts.row_s * math.prod(shape_of(e.eqn.invars[0])) / chain.width
+        for p in _made_from(chain.spread, makers):
             made: Any = p.eqn.outvars[0].aval
+            if p.name != "dot_general" or made.dtype not in DTYPES:
+                continue
             fused_s = facts.product_s * math.prod(shape_of(e.eqn.invars[0]))
-            seconds = fused_s, facts.stored_s * made.size
-            if made.dtype in DTYPES and margins.pays(*seconds, "orientation", device):
+            seconds = row_s + fused_s, row_s + facts.stored_s * made.size
+            if margins.pays(*seconds, "orientation", device):
                 products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
     yield from products.values()
 

@@ -9,8 +9,10 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
+from symjax_rewrite.cost.term_cost import steps_of
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.term import MAP, Node
 from symjax_rewrite.reports.program_cost import traffic
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -166,3 +168,13 @@ def test_products_of_a_step_with_large_weights_leave_their_loop() -> None:
 
     found = rewritten(cell, (200, 512), (512, 512), (512, 512))
     assert [r.name for r in found.rules] == ["loop_batching"]
+
+
+def test_integer_powers_are_multiplications_and_a_division() -> None:
+    def steps(power: int) -> float:
+        return steps_of(Node(MAP, ("integer_pow", (("y", power),)), (), 0, ()), CPU)
+
+    assert steps(0) == steps(1) == steps(2) == 1
+    assert steps(2) < steps(3) == steps(4) < steps(5) < steps(7)
+    division = steps_of(Node(MAP, ("div", ()), (), 0, ()), CPU) - 1
+    assert steps(-7) - steps(7) == pytest.approx(division)

@@ -54,12 +54,21 @@ TAKEN = {
         lambda x: jnp.sum(jnp.where(jnp.eye(300)[..., None] > 0, 0, jnp.sin(x - x[:, None])), 1),
         POINTS,
     ),
-    "distances of one product": (lambda x: jnp.exp(-distances(x @ W, x @ W)), array(128, 64)),
-    "distances of two products": (
-        lambda x, y: jnp.tanh(distances(x @ W, y @ W)), array(128, 64), array(128, 64)
-    ),
     "sums of points": (lambda x: jnp.sum(x, -1), array(60_000, 3)),
 }  # fmt: skip
+
+
+PRODUCTS = {
+    "one": (lambda x: jnp.exp(-distances(x @ W, x @ W)), array(128, 64)),
+    "two": (lambda x, y: jnp.tanh(distances(x @ W, y @ W)), array(128, 64), array(128, 64)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_in_fusions_are_stored_where_xla_computes_them_again(name: str) -> None:
+    fun, *args = PRODUCTS[name]
+    assert CPU.fusions is not None
+    assert bool(stored(fun, *args)) == (CPU.fusions.product_s > 0)
 
 
 @pytest.mark.parametrize("name", TAKEN)

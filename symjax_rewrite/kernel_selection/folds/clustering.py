@@ -278,7 +278,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     if not any(set(space) == set(a.axes) for a in held):
         return None  # the product is larger than its factors
     tile = explore(pair, held, found.keys)
-    if tile is None or not _meets(pair, tile, space) or (found.kind == "at" and tile.looked):
+    if tile is None or not _meets(found, pair, tile, space) or (found.kind == "at" and tile.looked):
         return None
     if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):
         return None
@@ -299,16 +299,15 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     return made
 
 
-def _meets(pair: Pair, tile: PairwiseTile, space: tuple[int, ...]) -> bool:
+def _meets(found: Exit, pair: Pair, tile: PairwiseTile, space: tuple[int, ...]) -> bool:
     """Return True if rows and columns meet in the tile, in more than a small product.
 
-    A product that is repeated over other indices of the tile, and is no larger than what it reads,
-    is not worth computing again: in `sum((x @ w)[:, None] - (x @ w)[None], 2)`, the points `x @ w`.
+    A product that is smaller than the tile and no larger than what it reads is not computed again:
+    in `sum(((x @ w)[:, None] - (x @ w)[None]) ** 2, 2)`, the points `x @ w`.
     """
-    read = max((elements(pair.t, r.cls) for r in tile.operands), default=0)
-    return tile.meets or any(
-        elements(pair.t, r.cls) > read or all(i in r.axes for i in space) for r in tile.dots
-    )
+    t, pairs = pair.t, prod(pair.t.number(found.sizes[i]) for i in space)
+    read = max((elements(t, r.cls) for r in tile.operands), default=0)
+    return tile.meets or any(elements(t, r.cls) >= min(pairs, read + 1) for r in tile.dots)
 
 
 def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:

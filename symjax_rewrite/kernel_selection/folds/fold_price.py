@@ -497,7 +497,8 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     for kind, data, args, _ in route.steps:
         op, attr = data if kind == "apply" else (None, None)
         nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
-    for node, share in zip(nodes, _shares(route, spec, nodes, blocks), strict=True):
+    inner = blocks.inner if folds.streams else ()  # a kernel computes each batch by itself
+    for node, share in zip(nodes, _shares(route, spec, nodes, inner), strict=True):
         if node is not None:
             own = weight(node)
             steps += share * (chained * own + steps_of(node, device) - own)
@@ -507,17 +508,17 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
 
 
 def _shares(
-    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], blocks: Blocks
+    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], inner: Sequence[str]
 ) -> list[float]:
     """Return the share of a block's elements for which each step of a tile is computed.
 
-    A function is computed once for the axes of a block that it does not depend on, and so is the
-    arithmetic that functions alone read. Other arithmetic is repeated for each element.
+    A function is computed once for the inner axes of a block that it does not depend on, and so is
+    the arithmetic that functions alone read. Other arithmetic is repeated for each element.
     """
     axes: list[set[str]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for k, (kind, data, args, _) in enumerate(route.steps):
-        axes.append(set(blocks.inner) if kind not in ("value", "const", "apply") else set())
+        axes.append(set() if kind in ("value", "const", "apply") else set(inner))
         axes[k].update(spec.operands[data].axes if kind == "value" else ())
         axes[k].update(*(axes[a] for a in args))
         for a in args:
@@ -525,7 +526,7 @@ def _shares(
     shares = [1.0] * len(nodes)
     for k in reversed(range(len(nodes))):
         node = nodes[k]
-        own = 1 / math.prod(spec.size[a] for a in blocks.inner if a not in axes[k])
+        own = 1 / math.prod(spec.size[a] for a in inner if a not in axes[k])
         read = 0.0 if node is not None and not _is_arithmetic(node) else 1.0
         shares[k] = max(own, min(read, max((shares[r] for r in readers[k]), default=1.0)))
     return shares

@@ -77,3 +77,22 @@ def test_rows_of_a_whole_sum_follow_the_storage_of_its_operand(turned):
     (member,) = cluster.members
     for ref in member.tile.whole:
         assert ref.axes.index(member.pair.row) < ref.axes.index(member.pair.column)
+
+
+def forces(points, power):
+    gaps = points[None] - points[:, None]
+    squares = jnp.sum(gaps**2, -1, keepdims=True) + 0.01
+    return jnp.sum(power(squares) * gaps, 1)
+
+
+@pytest.mark.parametrize(
+    "power", [lambda s: s**-1.5, lambda s: s**-4 - s**-7, lambda s: jnp.exp(-s)]
+)
+def test_a_function_of_a_distance_is_priced_once_for_all_components(power):
+    """XLA computes it once, so three components do not make the fold three times as dear."""
+    assert takes_fold(lambda x: forces(x, power), (2048, 3))
+
+
+def test_forces_between_points_that_a_product_computes():
+    assert takes_fold(lambda x, w: forces(x @ w, lambda s: s**-4), (2048, 5), (5, 3))
+    assert not takes_fold(lambda x, w: forces(x @ w, lambda s: s**-4), (64, 5), (5, 3))

@@ -270,6 +270,31 @@ def test_pairs_are_not_made_twice():
     np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
 
 
+def by_distance(x, q, k):
+    gaps = (x @ q)[:, None] - (x @ k)[None]
+    return jax.nn.softmax(-jnp.sum(jnp.abs(gaps), -1)) @ x
+
+
+def by_temperature(x, temperatures):
+    return jax.nn.softmax(temperatures[:, None, None] * (x @ x.T)) @ x
+
+
+@pytest.mark.parametrize(
+    ("f", "sides", "pairs"),
+    [
+        pytest.param(by_distance, [(8, 4), (8, 4)], 96 * 96, id="x @ q is read"),
+        pytest.param(by_temperature, [(3,)], 3 * 96 * 96, id="x @ x.T is not made"),
+    ],
+)
+def test_products_that_are_no_larger_than_their_operands_are_read(f, sides, pairs):
+    draw = np.random.default_rng(0).standard_normal
+    args = [draw(shape).astype(np.float32) for shape in ((96, 8), *sides)]
+    g = sym_optimize(f, kernels="always")
+    (use,) = [r for r in g.explain(*args).routes if r.name == "fold"]
+    assert use.taken and use.reason.startswith(f"{pairs} pairs")
+    np.testing.assert_allclose(g(*args), jax.jit(f)(*args), rtol=1e-5, atol=1e-5)
+
+
 def test_one_fold_sums_over_columns_and_over_rows(monkeypatch):
     def energy(x, y):
         return jnp.sum(jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)) ** 1.5)
