@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -97,9 +99,16 @@ def _equal_code(forms: Sequence[Form], made: dict[str, Compiled]) -> dict[str, s
     return {f.name: first.setdefault(made[f.name].code, f.name) for f in forms}
 
 
+def digest(closed: Any) -> str:
+    """Return a name of a program by its text, without the addresses in it."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    return hashlib.sha1(text.encode()).hexdigest()[:16]
+
+
 def _row(form: Form, same: str, times: Times | None) -> dict[str, Any]:
     row = {
         "kinds": form.kinds,
+        "program": digest(form.closed),
         "same_as": same,
         "stated": form.stated,
         "predicted_s": form.predicted_s,
