@@ -4,6 +4,7 @@ python experiments/performance_fuzz/run.py                          # a minute: 
 python experiments/performance_fuzz/run.py --programs 1000 --seed 5000 --write
 python experiments/performance_fuzz/run.py --regressions [--only WORD]
 python experiments/performance_fuzz/run.py --show 5012              # one program, its forms
+python experiments/performance_fuzz/run.py --again F                # records F by present prices
 
 Every program is the program of its seed. `--records F` keeps every record, one a line; a run that
 is given the file of an earlier one goes on where that ended. `--shrink` makes what is slow or far
@@ -28,7 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 import harness
-from performance_fuzz import generator, measurement, regressions, report, shrinking
+from performance_fuzz import generator, measurement, prediction, regressions, report, shrinking
 from performance_fuzz.forms import AUTO
 
 BLOCK = 10  # programs per process: a fresh one frees what compiled programs hold
@@ -43,6 +44,8 @@ def main() -> None:
         regress(a)
     elif a.show is not None:
         show(a.show)
+    elif a.again:
+        predict_again(a.again)
     else:
         fuzz(a)
 
@@ -57,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--regressions", action="store_true", help="the table of known programs")
     parser.add_argument("--only", default="", help="regressions whose names contain this")
     parser.add_argument("--show", type=int, help="the program of a seed, with its forms")
+    parser.add_argument("--again", type=Path, help="records, judged by what is chosen now")
     parser.add_argument("--shrink", action="store_true", help="add small programs to the table")
     parser.add_argument("--write", action="store_true", help="write results.json and the README")
     parser.add_argument("--quick", action="store_true", help="three programs; a smoke test")
@@ -222,6 +226,15 @@ def standing(records: list[dict[str, Any]]) -> str:
         numbers = [harness.duration(r["plain_s"]), f"{r['harm']:.2f}", f"{r['regret']:.2f}"]
         rows.append([r["name"], *numbers, chosen, best, verdict])
     return harness.markdown_table(header, rows)
+
+
+def predict_again(path: Path) -> None:
+    """Print the tables of records as the present prices choose, by the times of the records."""
+    found = [prediction.again(r) for _, r in sorted(_earlier(path).items())]
+    print("\n\n".join(report.tables(found)))
+    for r in found:
+        if "untimed" in r:
+            print(f"{r['seed']}: chosen and not timed: {', '.join(r['untimed']) or 'as written'}")
 
 
 def shrink_all(records: list[dict[str, Any]]) -> None:
