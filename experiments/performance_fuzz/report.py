@@ -102,11 +102,11 @@ def summary(records: Sequence[dict[str, Any]]) -> list[list[str]]:
     timed = [r for r in records if "harm" in r and not r["is_short"]]
     short = [r for r in records if "harm" in r and r["is_short"]]
     regrets = [r["regret"] for r in timed]
-    rows = candidates(timed)
+    rows = candidates(r for r in records if "forms" in r and not r["is_short"])
     predicted, whole = correlation(rows, "predicted"), correlation(rows, "whole")
     plain_s = sum(r["compile_s"][PLAIN] for r in records if "compile_s" in r)
     auto_s = sum(r["compile_s"][AUTO] for r in records if "compile_s" in r)
-    optimise_s = sum(r["forms"][AUTO]["optimise_s"] for r in records if "forms" in r)
+    optimise_s = sum(r["forms"][AUTO]["optimise_s"] for r in records if AUTO in r.get("forms", {}))
     faster = [r for r in timed if r["harm"] < 1 / DIFFERENT]
     return [
         ["programs timed", str(len(timed)), ""],
@@ -167,7 +167,7 @@ def tables(records: Sequence[dict[str, Any]]) -> list[str]:
         "**Far from the best form**\n\n"
         + harness.markdown_table(HEADER, worst(timed, "regret", 1.1))
     )
-    kinds = residuals(candidates(timed))[:20]
+    kinds = residuals(candidates(r for r in records if "forms" in r and not r["is_short"]))[:20]
     made.append(
         "**Measured / predicted speedup of candidates**\n\n" + harness.markdown_table(KINDS, kinds)
     )
