@@ -10,15 +10,16 @@ from typing import Any
 
 import jax
 from performance_fuzz import generator
-from performance_fuzz.forms import AUTO, PLAIN, Form, forms_of
+from performance_fuzz.forms import AUTO, PLAIN, forms_of
 from performance_fuzz.measurement import digest, judged
 
 
 def again(record: dict[str, Any], most: int = 6) -> dict[str, Any]:
-    """Return a record with the forms, choice and predictions of today and the times of then.
+    """Return a record with the choice and the predictions of today and the times of then.
 
-    A form that was not timed is left out. What is chosen today and was not timed makes the record
-    one without `harm` and `regret`; its `untimed` holds the names of what was taken.
+    A form that was not timed is left out. Where that is what is chosen today, the record has no
+    `harm` and no `regret`, and `untimed` names what was taken. Where the choice is the one of then,
+    both stand as a second process confirmed them.
 
     Args:
         record: of a seed, with the digests of its forms.
@@ -28,28 +29,25 @@ def again(record: dict[str, Any], most: int = 6) -> dict[str, Any]:
         return record
     p = generator.generate(record["seed"])
     closed = jax.jit(p.function()).trace(*p.specs()).jaxpr
-    timed = {row["program"]: (name, row) for name, row in record["forms"].items()}
-    names = {name: f"then {name}" for name in record["forms"] if name != PLAIN}
-    forms = {names.get(name, name): row for name, row in record["forms"].items()}
-    forms = {
-        name: row | {"same_as": names.get(row["same_as"], PLAIN)} for name, row in forms.items()
-    }
+    then = {PLAIN: PLAIN} | {n: f"then {n}" for n in record["forms"] if n != PLAIN}
+    forms = {then[n]: row | {"same_as": then[row["same_as"]]} for n, row in record["forms"].items()}
+    timed = {row["program"]: row for row in forms.values()}
     out = {k: v for k, v in record.items() if k not in ("harm", "regret", "best")}
     for form in forms_of(closed, most):
         known = timed.get(digest(form.closed))
         if known is not None:
-            forms[form.name] = _today(form, known[1], names)
+            forms[form.name] = known | {
+                "kinds": form.kinds,
+                "stated": form.stated,
+                "predicted_s": form.predicted_s,
+                "optimise_s": form.optimise_s,
+            }
         elif form.name == AUTO:
             out["untimed"] = form.kinds
     out["forms"] = forms
-    return out if "untimed" in out else out | judged(forms)
-
-
-def _today(form: Form, then: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return then | {
-        "kinds": form.kinds,
-        "same_as": names.get(then["same_as"], PLAIN),
-        "stated": form.stated,
-        "predicted_s": form.predicted_s,
-        "optimise_s": form.optimise_s,
-    }
+    if "untimed" in out:
+        return out
+    if forms[AUTO]["program"] == record["forms"][AUTO]["program"]:
+        kept = {k: record[k] for k in ("harm", "regret")}
+        return out | kept | {"best": then[record["best"]]}
+    return out | judged(forms)

@@ -164,7 +164,8 @@ def jumps(price: Callable[[int], Price]) -> list[tuple[int, float]]:
     "profile",
     [
         "cpu",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cpu-1", "cpu-16", "l4", "h100")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cpu-16", "h100")),
+        *(pytest.param(n, marks=pytest.mark.sweep) for n in ("cpu-1", "l4")),
     ],
 )
 def test_predicted_seconds_are_continuous(profile: str, family: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from performance_fuzz import (
     generator,
     measurement,
     pairs,
+    prediction,
     reductions,
     regressions,
     report,
@@ -70,6 +71,25 @@ def test_small_program_runs(seed: int) -> None:
     program = small(generator.generate(seed))
     out = jax.jit(program.function())(*program.arguments())
     assert jax.tree.leaves(out)
+
+
+def test_records_are_judged_again_without_timing() -> None:
+    p = generator.generate(7006)
+    record: dict[str, Any] = {"seed": 7006, "harm": 0.5, "regret": 1.2, "best": "alone 0"}
+    rows = forms.forms_of(jax.jit(p.function()).trace(*p.specs()).jaxpr)
+    record["forms"] = {
+        f.name: {"program": measurement.digest(f.closed), "same_as": f.name, "ratio": 0.5}
+        for f in rows
+    }
+    found = prediction.again(record)
+    assert (found["harm"], found["regret"]) == (0.5, 1.2)
+    assert {f.name: f.predicted_s for f in rows}.items() <= {
+        n: row.get("predicted_s") for n, row in found["forms"].items()
+    }.items()
+    record["forms"]["auto"]["program"] = "another"
+    record["forms"] = {n: row for n, row in record["forms"].items() if n in ("plain", "auto")}
+    found = prediction.again(record)
+    assert "harm" not in found and found["untimed"] == rows[1].kinds
 
 
 def test_parts_are_removed_and_sizes_halved() -> None:

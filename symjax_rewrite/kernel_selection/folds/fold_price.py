@@ -37,6 +37,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     is_elementwise,
     is_product,
 )
+from symjax_rewrite.kernel_selection.partial_sort import SELECTED
 from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
@@ -240,7 +241,9 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     steps = 0.0
     for m in once.values():
         rows = _rows(m)
-        steps += folds.plain_steps(m.exit.kind, rows, _reduced(m) / rows, m.exit.places)
+        kinds = [m.exit.kind, "top_k"] if _is_selected(t, m, device) else [m.exit.kind]
+        length = _reduced(m) / rows
+        steps += min(folds.plain_steps(k, rows, length, m.exit.places) for k in kinds)
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     inner = ((m, r) for m in cluster.members for r in m.tile.inner)
@@ -248,6 +251,12 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     steps += sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
     across = sum(_across_seconds(t, choice[cls], mine, device) for cls in exits)
     return seconds + across + steps / device.elementwise_per_s
+
+
+def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
+    """Return True for the end of a sort that a selection computes if no fold does."""
+    dtype = t.graph.classes[m.exit.args[0].cls].dtype
+    return m.exit.kind == "sorted" and device.sorts.selects and dtype in SELECTED
 
 
 def _across_seconds(t: TermGraph, node: Node, mine: set[int], device: Device) -> float:

@@ -197,6 +197,17 @@ def test_the_first_of_a_sorted_row_are_those_of_a_sort():
             np.testing.assert_array_equal(ours, written)
 
 
+@pytest.mark.parametrize(("dtype", "taken"), [("float32", "selection"), ("float64", "fold")])
+def test_a_fold_is_compared_with_a_selection_where_there_is_one(dtype, taken, one_device):
+    def fun(x):
+        squares = jnp.sum(x**2, -1)
+        return jnp.sort(squares[:, None] + squares - 2 * x @ x.T, 1)[:, :2].sum(1)
+
+    with jax.enable_x64(True):
+        report = sym_optimize(fun).explain(jax.ShapeDtypeStruct((341, 48), dtype))
+    assert [r.name for r in report.routes if r.taken] == [taken]
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_shift_that_matters_keeps_its_gradient(axis):
     """With something added to the sum, or along another axis, the derivative by the shift stays."""

@@ -101,7 +101,7 @@ def test_64_bit_numbers_change_nothing(compile_h200):
         assert launches(made) == ["custom-call"]
 
 
-@pytest.mark.parametrize("rows", [16, 256, 4096])
+@pytest.mark.parametrize("rows", [16, pytest.param(256, marks=pytest.mark.sweep), 4096])
 def test_a_step_of_training_is_no_more_work(rows, compile_h200):
     plain = jax.value_and_grad(loss)
     inside = jax.value_and_grad(sym_optimize(loss, device="h200"))
