@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 SAMPLE_S = 1e-3  # a sample repeats its call until it is at least this long
 LEAST_ROUNDS, MOST_ROUNDS = 7, 60
 WAITS = 1.3  # times its core seconds that a form on a machine of its own may take
+BOOKED_S = 0.1  # of fewer seconds in all, core seconds may be missing: they are booked in ticks
 CLEAR = 0.02  # half the width of an interval of a ratio that is narrow enough
 
 
@@ -46,8 +47,11 @@ class Times:
         """Return True if other programs held the cores during every sample of a form.
 
         Of core seconds the median counts: the system books those of threads on another core late,
-        so that a sample may lack them and the next one hold them twice.
+        so that a sample may lack them and the next one hold them twice. Of few short samples they
+        say nothing.
         """
+        if sum(max(wall, SAMPLE_S) for wall in self.wall[name]) < BOOKED_S:
+            return False
         return min(self.wall[name]) > WAITS * statistics.median(self.cores[name])
 
     def of_cores(self, form: str, plain: str) -> float:

@@ -211,6 +211,8 @@ def test_ratio(wall: list[float], cores: float, ratio: float) -> None:
         {"a": [1.0] * 3, "b": [1.0] * 3}, {"a": [1.0, 1.0, 2.0], "b": [1.0, 0.9, 3.0]}
     )
     assert again.ratio("a", "b") == 1.0
+    short = timing.Times({"a": [8e-4] * 7, "b": [1e-3] * 7}, {"a": [1e-3] * 7, "b": [1e-4] * 7})
+    assert short.ratio("a", "b") == pytest.approx(0.8)  # seconds on another core are not booked yet
 
 
 def test_equal_machine_code_is_timed_once() -> None:

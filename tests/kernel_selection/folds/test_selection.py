@@ -382,7 +382,7 @@ def test_sums_over_the_features_of_a_pair_are_slow_as_written(one_device):
 
 @pytest.mark.parametrize(
     ("queries", "documents", "taken"),
-    [((32, 64), (128, 300), False), ((2, 8192), (2, 8192), True)],
+    [((4, 32), (100, 180), False), ((2, 8192), (2, 8192), True)],
     ids=["many small pairs", "few large ones"],
 )
 def test_small_products_have_a_price_of_their_own(one_device, queries, documents, taken):
