@@ -310,7 +310,7 @@ CPU = Device(
     ),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
-    margins=Margins(dominating=1.25, fold=1.25, remake=1.5, share_of_program=0.03),
+    margins=Margins(dominating=1.25, remake=1.5, share_of_program=0.03),
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,
