@@ -125,7 +125,9 @@ class _NormSelection:
         elif any(c in need.outside for c in members[0].opened):
             why = Obstacle.READER("the normalised value is itself a result")
         elif auto and not self.device.runs_pallas:
-            why = Obstacle.DEVICE("this kernel runs on GPUs; on a CPU it was not measured")
+            why = Obstacle.DEVICE(
+                "this kernel runs on GPUs of compute capability 8.0 and above, on no CPU"
+            )
         if why:
             return [], why, None
         parts: list[NormPart] = []
