@@ -72,7 +72,8 @@ def low_rank_readout(b: Builder) -> int:
     """A solve with a small number times the identity plus U·Uᵀ, and what reads it."""
     n, r = b.r.choice((16, 24, 40)), b.r.integer(1, 3)
     u, x, e = b.new((n, r), "float32", "normal"), b.new((r,), "float32"), b.new((n,), "float32")
-    y = b.step(b.r.choice(("{2} + 0 * {0}[:, 0]", "{0} @ {1}", "{0} @ {1} + 0.01 * {2}")), u, x, e)
+    right = ("{2} + 0 * {0}[:, 0]", "{0} @ {1}", "{0} @ {1} + 0.01 * {2}", "{0} @ {1} + 1e-4 * {2}")
+    y = b.step(b.r.choice(right), u, x, e)  # the nearer to the columns of U, the more cancels
     matrix = f"{b.r.choice(('1e-3', '1e-2', '1e-4', '1.0'))} * jnp.eye({n}) + {{0}} @ {{0}}.T"
     form = ("jnp.linalg.solve({m}, {1})", "jnp.linalg.inv({m}) @ {1}", "jnp.linalg.solve({m}, {1})",
             "jax.scipy.linalg.solve({m}, {1})")  # fmt: skip
@@ -80,6 +81,7 @@ def low_rank_readout(b: Builder) -> int:
     read = (
         "{0}", "{1}.T @ {0}", "{1} @ ({1}.T @ {0})", "{1} @ {1}.T @ {0}", "{2} @ {0}",
         "{2} - {1} @ ({1}.T @ {0})", "jnp.outer({0}, {0}) @ {1}", "{1}[:, :1].T @ {0}",
+        "jnp.cumsum({1} * {0}[:, None], 0)[-1]", "jnp.cumsum({0} * {2})[-1]",
         "jnp.concatenate([{0}, {1}.T @ {0}])", "(3 * {1}).T @ {0}", "{0} @ {0} - {2} @ {0}",
     )  # fmt: skip
     return b.step(b.r.choice(read), z, u, y)
