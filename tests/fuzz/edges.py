@@ -81,6 +81,7 @@ def low_rank_readout(b: Builder) -> int:
     read = (
         "{0}", "{1}.T @ {0}", "{1} @ ({1}.T @ {0})", "{1} @ {1}.T @ {0}", "{2} @ {0}",
         "{2} - {1} @ ({1}.T @ {0})", "jnp.outer({0}, {0}) @ {1}", "{1}[:, :1].T @ {0}",
+        # No rule opens a cumulative sum, so that these see how exact the solution itself is.
         "jnp.cumsum({1} * {0}[:, None], 0)[-1]", "jnp.cumsum({0} * {2})[-1]",
         "jnp.concatenate([{0}, {1}.T @ {0}])", "(3 * {1}).T @ {0}", "{0} @ {0} - {2} @ {0}",
     )  # fmt: skip
