@@ -47,7 +47,7 @@ def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         elif inner.op == SLICE:
             ref = _composed(r, by_slot, inner)
         elif inner.op == CONCAT:
-            ref = _one_piece(r, inner, by_slot)
+            ref = _within_block(r, inner, by_slot)
         if ref is not None:
             yield ref
 
@@ -76,15 +76,15 @@ def _compose(first: Any, then: Any) -> Any:
     return start + stride * then
 
 
-def _one_piece(r: RightSide, inner: Node, by_slot: dict[int, Entry]) -> Ref | None:
+def _within_block(r: RightSide, inner: Node, by_slot: dict[int, Entry]) -> Ref | None:
     """Rewrite a slice within one block of a concatenation as a slice of this block."""
-    target, pieces = inner.attr
+    target, sizes = inner.attr
     attr, index = by_slot[target]
     count = r.sizes[index] if index >= 0 else 1
-    if attr is None or not all(isinstance(s, int) for s in (*pieces, count)) or count == 0:
+    if attr is None or not all(isinstance(s, int) for s in (*sizes, count)) or count == 0:
         return None
     start, stride = attr if isinstance(attr, tuple) else (attr, 1)
-    for k, (begin, size) in enumerate(zip(_starts(pieces), pieces, strict=True)):
+    for k, (begin, size) in enumerate(zip(_starts(sizes), sizes, strict=True)):
         if begin <= start and start + stride * (count - 1) < begin + size:
             at = start - begin
             part = (at, stride) if isinstance(attr, tuple) else at
@@ -175,7 +175,7 @@ def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             index = ctx.g.find(arg).axes[inner.attr[0]]
             if sum(i == index for f in p.factors for i in f.axes if f == p.factors[k]) != 1:
                 continue
-            ref = _pieces(RightSide.of(ctx, block_products, cls, p.bound), p, k, inner, index)
+            ref = _by_blocks(RightSide.of(ctx, block_products, cls, p.bound), p, k, inner, index)
             if ref is not None:
                 yield ref
 
@@ -184,11 +184,11 @@ def _all_ints(sizes: tuple[Dim, ...]) -> bool:
     return all(isinstance(s, int) and s > 0 for s in sizes)
 
 
-def _pieces(r: RightSide, p: Product, k: int, inner: Node, index: int) -> Ref | None:
+def _by_blocks(r: RightSide, p: Product, k: int, inner: Node, index: int) -> Ref | None:
     source, blocks = r.g.find(p.factors[k]), inner.attr[1]
     refs = []
-    for piece, begin, size in zip(inner.args, _starts(blocks), blocks, strict=True):
-        own = r.g.find(piece.over(source.axes))
+    for part, begin, size in zip(inner.args, _starts(blocks), blocks, strict=True):
+        own = r.g.find(part.over(source.axes))
         block = _Block(r, index, begin, size)
         factors = [own if j == k else block.of(f) for j, f in enumerate(p.factors)]
         zero = any(r.ctx.is_zero(f.cls) for f in factors)

@@ -17,7 +17,7 @@ from jax import nn
 from symjax_rewrite.ir.index_tests import index_of, indicated, label_of
 from symjax_rewrite.ir.products import expand_node, flattest, is_half
 from symjax_rewrite.ir.term import CONCAT, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
-from symjax_rewrite.ir.value_analysis import shown_case
+from symjax_rewrite.ir.value_analysis import selected_case
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide, zero_of
 from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom
@@ -130,15 +130,15 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     r = RightSide.of(ctx, masked_product, cls)
     for k, f in enumerate(p.factors):
         for mask in list(ctx.g.classes[f.cls].nodes):
-            shown = shown_case(ctx.g, mask)
-            if shown is None or ctx.g.classes[f.cls].dtype != r.dtype:
+            selected = selected_case(ctx.g, mask)
+            if selected is None or ctx.g.classes[f.cls].dtype != r.dtype:
                 continue
-            which, case = (ctx.g.find(mask.args[n]).over(f.axes) for n in (0, shown))
+            which, case = (ctx.g.find(mask.args[n]).over(f.axes) for n in (0, selected))
             if any(i >= p.out for i in which.axes):
                 continue
             ref = r.ordered(splice(p, k, case, flattest(ctx.g, case.cls)))
             if ref is not None:
-                cases = (ref, r.zero()) if shown == 1 else (r.zero(), ref)
+                cases = (ref, r.zero()) if selected == 1 else (r.zero(), ref)
                 yield r.term(MAP, (which, *cases), mask.attr)
 
 
@@ -194,6 +194,6 @@ def _shifted(r: RightSide, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
     summed = part((0, 1) if by > 0 else (count, 1), n - count)
     empty = (by > 0) != reverse
     rest = r.zero() if empty else part(n - 1 if by < 0 else 0, None)
-    pieces = [(count, rest), (n - count, summed)][:: 1 if by > 0 else -1]
-    sizes, refs = zip(*pieces, strict=True)
+    blocks = [(count, rest), (n - count, summed)][:: 1 if by > 0 else -1]
+    sizes, refs = zip(*blocks, strict=True)
     return r.term(CONCAT, refs, (at, sizes))

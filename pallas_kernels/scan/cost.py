@@ -102,7 +102,7 @@ def seconds_written(spec: ScanSpec, fused: bool, rates: StepLoops) -> float:
     return _seconds_in_turns(spec, spec.size[axes[-1]] if axes else 1, rates)
 
 
-def seconds_turned(spec: ScanSpec, rates: StepLoops) -> float:
+def seconds_transposed(spec: ScanSpec, rates: StepLoops) -> float:
     """Predict the seconds of that loop with the longest axis innermost, layout changes included."""
     axes = [a for a in wide_order(spec) if spec.size[a] > 1]
     moved = 0

@@ -15,7 +15,7 @@ from symjax_rewrite.obstacles import Obstacle
 
 
 def pays(
-    before_s: float, after_s: float, kind: Kind, device: Device, spared_bytes: float = 0.0
+    before_s: float, after_s: float, kind: Kind, device: Device, saved_bytes: float = 0.0
 ) -> bool:
     """Return True if a candidate of a kind is predicted enough faster.
 
@@ -24,9 +24,9 @@ def pays(
         after_s: seconds of the candidate.
         kind: selects the margin.
         device: its profile holds the margins.
-        spared_bytes: temporaries that the candidate does not need.
+        saved_bytes: temporaries that the candidate does not need.
     """
-    return before_s >= margin(kind, device, spared_bytes) * after_s
+    return before_s >= margin(kind, device, saved_bytes) * after_s
 
 
 def pays_at_all(found: Sequence[tuple[float, float]], kind: Kind, device: Device) -> bool:
@@ -43,28 +43,28 @@ def pays_at_all(found: Sequence[tuple[float, float]], kind: Kind, device: Device
     )
 
 
-def margin(kind: Kind, device: Device, spared_bytes: float = 0.0) -> float:
+def margin(kind: Kind, device: Device, saved_bytes: float = 0.0) -> float:
     """Return the least predicted speedup that a candidate of a kind must have.
 
-    It falls with the share of the device's memory that the candidate spares, to the margin `memory`
+    It falls with the share of the device's memory that the candidate saves, to the margin `memory`
     at most: a program that does not fit is not fast.
     """
     margins = device.margins
     least = getattr(margins, kind)
-    share = margins.spared * spared_bytes / device.memory_bytes
+    share = margins.spared * saved_bytes / device.memory_bytes
     return max(least * (1 - share), min(margins.memory, least))
 
 
-def memory_note(spared_bytes: float, device: Device) -> str:
-    """Return a clause on the memory that a candidate spares; empty below one percent of it.
+def memory_note(saved_bytes: float, device: Device) -> str:
+    """Return a clause on the memory that a candidate saves; empty below one percent of it.
 
     Example:
         >>> from symjax_rewrite.cost.device_profiles import DEVICES
         >>> memory_note(20 * 2**30, DEVICES["h100"])
-        ', and 25% of the memory is spared'
+        ', and 25% of the memory is saved'
     """
-    percent = round(100 * spared_bytes / device.memory_bytes)
-    return f", and {percent}% of the memory is spared" if percent else ""
+    percent = round(100 * saved_bytes / device.memory_bytes)
+    return f", and {percent}% of the memory is saved" if percent else ""
 
 
 def pays_beside(before: Cost | None, after: Cost | None, added_s: float, device: Device) -> bool:

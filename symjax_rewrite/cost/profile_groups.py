@@ -89,9 +89,9 @@ class Margins:
         "1", "a form without which the program would not fit into the device's memory", JUDGED, 0.5
     )
     spared: float = quantity(
-        "1", "a margin falls by so many times the share of the memory that is spared", JUDGED, 2.0
+        "1", "a margin falls by so many times the share of the memory that is saved", JUDGED, 2.0
     )
-    remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
+    remake: float = quantity("1", "states recomputed instead of stored", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
     orientation: float = quantity("1", "a product with its operands swapped", RESIDUALS, 1.25)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)

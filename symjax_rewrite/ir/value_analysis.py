@@ -24,7 +24,7 @@ _KEEPS_SIGN = frozenset({"reciprocal", "convert_element_type", "floor", "ceil", 
 MAX_DEPTH = 100  # depth of analysed terms; a deeper term is an unknown value
 
 
-def shown_case(g: EGraph, node: Node) -> int | None:
+def selected_case(g: EGraph, node: Node) -> int | None:
     """Return the operand that a selection returns where it is not 0; None if it is no mask."""
     if node.op != MAP or node.attr[0] != "select_n" or len(node.args) != 3:
         return None

@@ -91,11 +91,11 @@ def _differentiated_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of a tree and its cotangents, and of the loops that replace them."""
     live = needed(program, d.instead())
-    spared = [e for e in d.equations() if live.isdisjoint(e.outvals)]
+    saved = [e for e in d.equations() if live.isdisjoint(e.outvals)]
     whole = aval_bytes(program.avals[d.prefix.out])
     moved = (4 + 5 * len(d.back)) * whole  # read: a, b; a, g, states. written: states twice; a, b
     steps = (1 + len(d.back)) * d.prefix.length
-    return tree_seconds(spared, device), moved / device.bytes_per_s + 2 * device.launch_s * steps
+    return tree_seconds(saved, device), moved / device.bytes_per_s + 2 * device.launch_s * steps
 
 
 def tree_seconds(equations: Sequence[Equation], device: Device) -> float:
@@ -122,8 +122,8 @@ def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]
     if prefix.products is not None and is_read(around, prefix, prefix.products):
         outs.append(prefix.products)
     loop = _there(_Tree(around, prefix), outs)
-    again = [around.makers[v] for v in loop.makes if v not in outs]
-    return loop, [*prefix.equations, *again]
+    reversals = [around.makers[v] for v in loop.makes if v not in outs]
+    return loop, [*prefix.equations, *reversals]
 
 
 def as_loops(around: Surroundings, found: list[Differentiated]) -> Iterator[list[Replacement]]:
@@ -178,7 +178,7 @@ def _back(tree: _Tree, c: Cotangents, late: list[Equation]) -> Iterator[Replacem
         reads.append(tree.prefix.added)
         out = tree.makes(tree.prefix.out)
         copies = {v: tree.new_value(v) for v, _ in out}
-        makes.append([(copies[v], is_turned) for v, is_turned in out])
+        makes.append([(copies[v], is_reversed) for v, is_reversed in out])
         yield from (_reading(e, copies) for e in late)
 
     def step(first: Array, carried: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
@@ -187,8 +187,8 @@ def _back(tree: _Tree, c: Cotangents, late: list[Equation]) -> Iterator[Replacem
         ys = {"b": g}
         if "a" in c.made:
             ys["a"] = lax.select_n(first, g * rest[0], jnp.zeros_like(g))
-        again = [_after(first, rest[0], a, rest[1])] if late else []
-        return [a * g], [*[ys[kind] for kind in c.made], *again]
+        recomputed = [_after(first, rest[0], a, rest[1])] if late else []
+        return [a * g], [*[ys[kind] for kind in c.made], *recomputed]
 
     yield loop_part(tree.loop(step, reads, makes, eqn, back=True), Motion())
 
@@ -237,10 +237,10 @@ class _Tree:
         return self.program.new_value(entry.update(shape=(self.prefix.length, *entry.shape)))
 
     def makes(self, v: int) -> list[Made]:
-        """Return a value that a loop computes and its reversals; True if turned after the loop."""
+        """Return a value that a loop computes and its reversals; True if in reversed order."""
         users = self.around.users.get(v, ()) if self.backwards else ()
-        turned = [e.outvals[0] for e in users if self._reverses(e, v)]
-        return [(v, self.backwards), *[(u, False) for u in turned]]
+        reversals = [e.outvals[0] for e in users if self._reverses(e, v)]
+        return [(v, self.backwards), *[(u, False) for u in reversals]]
 
     def readers(self) -> list[Equation]:
         """Return the equations that read the states, if all of them compute step by step."""
@@ -289,9 +289,9 @@ class _Tree:
         loop.ys = body.outputs[carries:]
         for k, made in enumerate(makes):
             axis = self._axis(made[0][0])
-            for v, is_turned in made:
+            for v, is_reversed in made:
                 loop.makes.append(v)
-                kept = ("kept", (k, axis, is_turned))
+                kept = ("kept", (k, axis, is_reversed))
                 loop.results.append(("ys", k) if v == self.states else kept)
         return loop
 

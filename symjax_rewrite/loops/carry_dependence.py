@@ -147,8 +147,8 @@ def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
     if name == "convert_element_type" and (rounded := _rounded(e, least)):
         return Degree(OTHER, f"it is rounded to {rounded}")
     if name in _SUMS:
-        turned = name == "neg" or (name == "sub" and operands[1].kind != FREE)
-        return scaled if turned else worst
+        is_negated = name == "neg" or (name == "sub" and operands[1].kind != FREE)
+        return scaled if is_negated else worst
     if name in ("max", "min"):
         maximum = worst.kind in (SUM, MAX_PLUS)
         return Degree(MAX_PLUS) if maximum else Degree(OTHER, f"a {name} of the scaled carry")

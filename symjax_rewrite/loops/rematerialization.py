@@ -208,14 +208,14 @@ def _run_back(pair: LoopPair, starts: Sequence[int], read: Read) -> list[Any]:
     """Return the backward loop's results; the residuals are recomputed block by block."""
     there, back, hidden = pair.there, pair.back, pair.hidden()
     read_by = {v: s.value for v, s in back.sources.items() if isinstance(s.value, int)}
-    again = {v: hidden[outer] for v, outer in read_by.items() if outer in hidden}
+    recomputed = {v: hidden[outer] for v, outer in read_by.items() if outer in hidden}
     known_there, known_back = there.constants(read), back.constants(read)
-    own = replace(back, sources={v: s for v, s in back.sources.items() if v not in again})
+    own = replace(back, sources={v: s for v, s in back.sources.items() if v not in recomputed})
     kept = [there.ys[k] for k in pair.kept]
 
     def block(carry: Carried, start: Any, xs: Any, count: int) -> tuple[Carried, list[Any]]:
         _, values = _stage(there, count, kept, known_there, xs[0], start)
-        steps = {**xs[1], **{v: values[n] for v, n in again.items()}}
+        steps = {**xs[1], **{v: values[n] for v, n in recomputed.items()}}
         return _stage(back, count, back.ys, known_back, steps, carry)
 
     n = len(there.carries)

@@ -391,7 +391,7 @@ class StepReader:
             if not _continues(user, axis):
                 break
             e = user
-        tree, operands = self._pieces(e, axis)
+        tree, operands = self._operands_of_tree(e, axis)
         place = {v: k for k, v in enumerate(operands)}
         at = [place.get(e.outvals[o], -1) for e in f.equations]
         step, uneven = _line(np.array(at))
@@ -401,19 +401,19 @@ class StepReader:
             return None
         return Joined(e, tuple(tree), tuple(operands), axis, is_new, min(at), step < 0, (f, o))
 
-    def _pieces(self, root: Equation, axis: int) -> tuple[list[Equation], list[Value]]:
+    def _operands_of_tree(self, root: Equation, axis: int) -> tuple[list[Equation], list[Value]]:
         """Return the equations of a tree of concatenations, and its operands."""
-        tree, pieces = [root], []
+        tree, operands = [root], []
         stack = list(reversed(root.invals))
         while stack:
             v = stack.pop()
             e = self.around.makers.get(v) if isinstance(v, int) else None
             if e is None or root.name == "stack" or not _continues(e, axis) or not self._is_only(v):
-                pieces.append(v)
+                operands.append(v)
                 continue
             tree.append(e)
             stack += reversed(e.invals)
-        return tree, pieces
+        return tree, operands
 
     def _is_only(self, v: Value) -> bool:
         """Return True if one equation reads a value, and nothing else does."""

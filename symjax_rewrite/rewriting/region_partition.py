@@ -29,7 +29,7 @@ from symjax_rewrite.ir.term import (
     Node,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.ir.value_analysis import shown_case
+from symjax_rewrite.ir.value_analysis import selected_case
 from symjax_rewrite.rewriting.region_keys import Key, Numbering, Region
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
@@ -115,11 +115,11 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
 
 def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
     """Return True if a mask is between two products and reads no index that the second one sums."""
-    shown = shown_case(g, node_of(g, cls))
+    selected = selected_case(g, node_of(g, cls))
     users = need.users.get(cls, ())
-    if shown is None or need.uses[cls] != 1 or len(users) != 1:
+    if selected is None or need.uses[cls] != 1 or len(users) != 1:
         return False
-    which, case = (node_of(g, cls).args[k] for k in (0, shown))
+    which, case = (node_of(g, cls).args[k] for k in (0, selected))
     user, first = node_of(g, users[0]), node_of(g, case.cls)
     if user.op != CONTRACT or not user.bound or need.uses[case.cls] != 1:
         return False

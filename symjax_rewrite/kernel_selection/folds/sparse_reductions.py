@@ -30,7 +30,7 @@ from symjax_rewrite.ir.index_tests import comparisons, indicated, label_of
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.ir.value_analysis import is_zero, shown_case
+from symjax_rewrite.ir.value_analysis import is_zero, selected_case
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
@@ -161,7 +161,7 @@ class _Finder:
         sizes = self.g.classes[cls].sizes
         found = label_of(self.g, indicated(self.g, self.g.ref(cls)))
         value = self.g.add(op.CONST, (1, dtype, "1"), (), (), (), dtype) if found else None
-        if shown_case(self.g, node) == 2:
+        if selected_case(self.g, node) == 2:
             found = label_of(self.g, comparisons(self.g, node.args[0]))
             value = node.args[2]
         if found is None or value is None or len(sizes) < 2:

@@ -46,12 +46,12 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
 class FrozenProduct:
     """Product of a normalised value and a frozen weight.
 
-    exit: the class it computes: the product, or its sum with a frozen bias. axes: the slots
-    of `exit` as indices of the product.
+    result: the class it computes: the product, or its sum with a frozen bias. axes: the slots
+    of `result` as indices of the product.
     """
 
     normed: Normed
-    exit: int
+    result: int
     axes: tuple[int, ...]
     bias: Ref | None
 
@@ -64,10 +64,10 @@ class FrozenRoute:
     cut_share: float | None
 
     def classes(self) -> set[int]:
-        return {c for p in self.products for c in (p.exit, p.normed.cls)}
+        return {c for p in self.products for c in (p.result, p.normed.cls)}
 
     def gives(self) -> set[int]:
-        return {p.exit for p in self.products}
+        return {p.result for p in self.products}
 
     def needs(self, cls: int) -> list[int]:
         m = self.products[0].normed
@@ -100,7 +100,7 @@ class FrozenRoute:
         return out
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        number = next(k for k, p in enumerate(self.products) if p.exit == cls)
+        number = next(k for k, p in enumerate(self.products) if p.result == cls)
         p = self.products[number]
         return over_slots(emitter, p.normed, p.axes, emitter.folded(self)[number])
 

@@ -30,14 +30,14 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 class NormPart:
     """Result of a kernel: an elementwise function of one or several contractions.
 
-    members: the contractions. exit: the class it computes. columns: the vectors over k that the
+    members: the contractions. epilogue: the class it computes. columns: the vectors over k that the
     kernel reads. folded: γ is multiplied into the weights before the call. given: the column sums
     computed outside and read as ends: None for γ·W, else a column, and the member's number.
     """
 
     spec: NormSpec
     members: list[Normed]
-    exit: NormEpilogue
+    epilogue: NormEpilogue
     columns: list[tuple[Column, ...]]
     folded: bool
     given: list[tuple[tuple[Column, ...] | None, int]]
@@ -99,10 +99,10 @@ class NormRoute:
         return NormGroup(tuple(p.spec for p in self.parts))
 
     def classes(self) -> set[int]:
-        return {c for p in self.parts for c in (p.exit.cls, *p.exit.inside)}
+        return {c for p in self.parts for c in (p.epilogue.cls, *p.epilogue.inside)}
 
     def gives(self) -> set[int]:
-        return {p.exit.cls for p in self.parts}
+        return {p.epilogue.cls for p in self.parts}
 
     def needs(self, cls: int) -> list[int]:
         del cls
@@ -120,9 +120,9 @@ class NormRoute:
         return list(norm_linears(self.group, *operands, backend=self.backend))
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        number = next(k for k, p in enumerate(self.parts) if p.exit.cls == cls)
+        number = next(k for k, p in enumerate(self.parts) if p.epilogue.cls == cls)
         p = self.parts[number]
-        return over_slots(emitter, p.members[0], p.exit.axes, emitter.folded(self)[number])
+        return over_slots(emitter, p.members[0], p.epilogue.axes, emitter.folded(self)[number])
 
 
 def over_slots(

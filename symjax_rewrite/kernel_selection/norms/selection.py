@@ -131,8 +131,8 @@ class _NormSelection:
         if why:
             return [], why, None
         parts: list[NormPart] = []
-        for exit_, served in _exits(t, need, members):
-            part = _NormBuilder(t, served, exit_, need.known).part()
+        for end, served in _epilogues(t, need, members):
+            part = _NormBuilder(t, served, end, need.known).part()
             if isinstance(part, NormPart) and (refusal := self._refusal(part)):
                 part = refusal
             if isinstance(part, str):
@@ -198,8 +198,8 @@ class _NormSelection:
             moved = value + size(m.weight.cls) + out
             work = 2 * spec.rows * spec.width * spec.outputs
             total += max(work / d.peak(m.dtype), moved / d.bytes_per_s) + d.launch_s
-        if len(p.exit.inside) > 1 and (len(products) > 1 or spec.fulls):
-            total += (sum(products) + size(p.exit.cls)) / d.bytes_per_s + d.launch_s
+        if len(p.epilogue.inside) > 1 and (len(products) > 1 or spec.fulls):
+            total += (sum(products) + size(p.epilogue.cls)) / d.bytes_per_s + d.launch_s
         return total
 
 
@@ -245,14 +245,14 @@ def _count(made: list[NormRoute], members: list[Normed]) -> str:
 def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
     """Return True if something besides these kernels' products reads the normalised value."""
     parts = [p for route in made for p in route.parts]
-    given = {p.exit.cls for p in parts}
+    given = {p.epilogue.cls for p in parts}
     read = {c for p in parts for c in p.needs()}
     inside = cone(given, class_operands(t.graph), read - given)
     users = (u for c in m.opened for u in need.users.get(c, ()))
     return bool(m.opened & read) or any(u not in inside for u in users)
 
 
-def _exits(
+def _epilogues(
     t: TermGraph, need: Needed, members: list[Normed]
 ) -> Iterable[tuple[NormEpilogue, list[Normed]]]:
     """Yield members in kernels: members of one elementwise result share a kernel.
@@ -262,10 +262,10 @@ def _exits(
     left = list(members)
     while left:
         tried = [(epilogue(t.graph, need, m, left), m) for m in left[:STARTS]]
-        exit_, start = max(tried, key=lambda pair: len(pair[0].products))
-        served = [start, *(m for m in left if m.cls in exit_.products and m is not start)]
+        end, start = max(tried, key=lambda pair: len(pair[0].products))
+        served = [start, *(m for m in left if m.cls in end.products and m is not start)]
         left = [m for m in left if m not in served]
-        yield exit_, served
+        yield end, served
 
 
 def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[NormPart]]:
@@ -300,9 +300,9 @@ class _NormBuilder:
     """Builder of the spec of one result."""
 
     def __init__(
-        self, t: TermGraph, members: list[Normed], exit_: NormEpilogue, known: frozenset[int]
+        self, t: TermGraph, members: list[Normed], end: NormEpilogue, known: frozenset[int]
     ) -> None:
-        self.t, self.members, self.exit = t, members, exit_
+        self.t, self.members, self.epilogue = t, members, end
         m = self.first = members[0]
         read = [*m.columns, *(w.weight.cls for w in members)]
         self.folded = known.issuperset(read) and m.dtype != "float16"  # γ·W may overflow
@@ -344,7 +344,7 @@ class _NormBuilder:
         trivial = m.gain == ((1.0, ()),)
         gain = None if trivial or self.folded else self.column(m.gain)
         made = {w.cls: self.product(k) for k, w in enumerate(self.members)}
-        root = self.exit.build(b, made)
+        root = self.epilogue.build(b, made)
         steps, (root,) = pruned(b.steps, (root,))
         used = {step.data for step in steps if step.kind == "sides"}
         sides = tuple(s for s in (SUM, SQUARES) if s in used)
@@ -408,7 +408,7 @@ class _NormBuilder:
             finish=RowProgram(
                 program(steps, root, self.t.primitives, sides), (key_of(steps), root, sides)
             ),
-            dtype=g.classes[self.exit.cls].dtype,
+            dtype=g.classes[self.epilogue.cls].dtype,
             centred=centred,
             gain=gain,
             column_sums=tuple(self.sums),
@@ -416,7 +416,7 @@ class _NormBuilder:
             pairs_swapped=bool(down) and (*across, *down) == tuple(range(len(m.x.axes))),
             weights_swapped=all(w.weight.axes == (*w.ends, *w.contracted) for w in self.members),
         )
-        parts = (self.members, self.exit, self.columns, self.folded, self.given, operands)
+        parts = (self.members, self.epilogue, self.columns, self.folded, self.given, operands)
         return NormPart(spec, *parts)
 
     def _column_dtype(self, terms: tuple[Column, ...]) -> str:

@@ -49,7 +49,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan.cost import (
     runs_in_turns,
-    seconds_turned,
+    seconds_transposed,
     seconds_written,
     states_bytes,
 )
@@ -150,7 +150,10 @@ def scan_of(
         fused = any(e.name == "reduce_sum" for e in loop.body.equations)
         found: list[tuple[float, float]] = []
         for numbers in _at_samples(spec, assume):
-            before, after = seconds_written(numbers, fused, rates), seconds_turned(numbers, rates)
+            before, after = (
+                seconds_written(numbers, fused, rates),
+                seconds_transposed(numbers, rates),
+            )
             if beside_bytes is not None:
                 after += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
             found.append((before, after))
@@ -200,7 +203,7 @@ def _seconds_in_steps(loop: Loop, device: Device) -> float:
 
 
 def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | None, str]:
-    """Return a scan whose gradient makes its states again, or the reason there is none.
+    """Return a scan whose gradient recomputes its states, or the reason there is none.
 
     Index terms carry no custom derivative rules, so a body that has any is refused.
     """
@@ -216,7 +219,7 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
         return None, Obstacle.COST("what its steps keep is small")
-    return builder.kernel(spec, "xla", differentiable_scan), "states made again"
+    return builder.kernel(spec, "xla", differentiable_scan), "states are recomputed"
 
 
 @dataclass(slots=True)
@@ -369,9 +372,9 @@ class _ScanBuilder:
         place = self._place(tops, out)
         if not place.keys() >= set(range(width + len(bound))):
             raise NotAScanError("a result, or what it sums, is the same along an axis")
-        turned = [a.over(place) for a in tops]
-        program = self._steps(turned, out).product(dtype).reading()
-        factor = self._factor(self._factors(turned, out), out) if bound else None
+        placed = [a.over(place) for a in tops]
+        program = self._steps(placed, out).product(dtype).reading()
+        factor = self._factor(self._factors(placed, out), out) if bound else None
         over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
         left = tuple(f"s{place[i]}" for i in range(width))
         return Readout(program, over, axes=(TIME, *left), dtype=dtype, factor=factor)
@@ -389,7 +392,7 @@ class _ScanBuilder:
         for ref in [r for r in cone(tops, operands) if r.cls in targets]:
             for index, state in zip(ref.axes, targets[ref.cls], strict=True):
                 if found.setdefault(index, state) != state:
-                    raise NotAScanError("states are read with their axes turned")
+                    raise NotAScanError("states are read with their axes in another order")
         wanted = {i for ref in tops for i in ref.axes}
         if not wanted <= set(found) or len(set(found.values())) != len(found):
             raise NotAScanError("a result has an axis that the states have not")
@@ -447,7 +450,7 @@ class _ScanSteps(StepProgram):
             return "after", None, ()
         if ref.cls == scan.carry:
             if ref.axes != scan.indices:
-                raise NotAScanError("states are read with their axes turned")
+                raise NotAScanError("states are read with their axes in another order")
             return "before", None, ()
         if node.op == CONST:
             return "const", node.attr[0], ()

@@ -55,40 +55,40 @@ class Partition:
         loop, early = self.loop, self._early()
         made_early = {v for e in early for v in e.outvals}
         found = [CarryPart(c, kernel=self.kernels.get(c)) for c in self._order()]
-        part = self._part_of_values(found)
+        part_of = self._part_of_values(found)
         ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters, *made_early}
         wanted: list[set[int]] = [set() for _ in found]
         tops = set(numbers(loop.ys))
         for v in tops:
-            if part.get(v, EARLY) != EARLY:
-                wanted[part[v]].add(v)
+            if part_of.get(v, EARLY) != EARLY:
+                wanted[part_of[v]].add(v)
         for n in reversed(range(len(found))):
-            for v in self._fill(found[n], wanted[n], ready, part, n):
-                if part[v] >= n:
+            for v in self._fill(found[n], wanted[n], ready, part_of, n):
+                if part_of[v] >= n:
                     return None
-                wanted[part[v]].add(v)
+                wanted[part_of[v]].add(v)
         written = {*made_early, *[v for p in found for v in p.ys]} - tops
         if not self._fits({*written, *[v for p in found for e in p.before for v in e.outvals]}):
             return None
-        rest = [v for v in tops if part.get(v, EARLY) == EARLY and v not in ready]
-        known = [e for e in self._cone(rest, ready, part, EARLY)[0] if e not in early]
+        rest = [v for v in tops if part_of.get(v, EARLY) == EARLY and v not in ready]
+        known = [e for e in self._cone(rest, ready, part_of, EARLY)[0] if e not in early]
         found[0].before = [*early, *known, *found[0].before]
         return LoopParts(loop, found)
 
     def _fill(
-        self, piece: CarryPart, wanted: set[int], ready: set[int], part: dict[int, int], n: int
+        self, part: CarryPart, wanted: set[int], ready: set[int], part_of: dict[int, int], n: int
     ) -> set[int]:
         """Write the equations of a part; return the values that it reads from earlier parts."""
-        kernel = self.kernels.get(piece.carries)
-        piece.ys = sorted(wanted)
+        kernel = self.kernels.get(part.carries)
+        part.ys = sorted(wanted)
         if kernel is None:
-            carries = [self.loop.carries[k] for k in piece.carries]
+            carries = [self.loop.carries[k] for k in part.carries]
             roots = {*wanted, *numbers([c.out for c in carries])}
             inside = {c.inner for c in carries}
-            piece.equations, crossing = self._cone(roots, ready | inside, part, n)
+            part.equations, crossing = self._cone(roots, ready | inside, part_of, n)
             return crossing
-        piece.before, crossing = self._cone(kernel.reads, ready, part, n)
-        piece.after, late = self._cone(wanted, ready | kernel.makes, part, n)
+        part.before, crossing = self._cone(kernel.reads, ready, part_of, n)
+        part.after, late = self._cone(wanted, ready | kernel.makes, part_of, n)
         return crossing | late
 
     def _fits(self, written: Iterable[int]) -> bool:
@@ -131,33 +131,33 @@ class Partition:
 
     def _part_of_values(self, parts: list[CarryPart]) -> dict[int, int]:
         """Return the part that computes every value: the last one that it depends on."""
-        part: dict[int, int] = {}
-        for n, piece in enumerate(parts):
-            part.update((self.loop.carries[k].inner, n) for k in piece.carries)
+        part_of: dict[int, int] = {}
+        for n, part in enumerate(parts):
+            part_of.update((self.loop.carries[k].inner, n) for k in part.carries)
         for e in self.loop.body.equations:
-            found = [part.get(v, EARLY) for v in e.reads]
-            part.update(dict.fromkeys(e.outvals, max(found, default=EARLY)))
-        return part
+            found = [part_of.get(v, EARLY) for v in e.reads]
+            part_of.update(dict.fromkeys(e.outvals, max(found, default=EARLY)))
+        return part_of
 
     def _cone(
-        self, roots: Iterable[int], ready: set[int], part: dict[int, int], n: int
+        self, roots: Iterable[int], ready: set[int], part_of: dict[int, int], n: int
     ) -> tuple[list[Equation], set[int]]:
         """Return a part's equations that compute some values, and its reads of earlier parts."""
         operands = value_operands(self.makers)
 
         def crosses(v: int) -> bool:
             e = self.makers.get(v)
-            mine = part.get(v, EARLY) in (n, EARLY)
-            return e is None or not (mine or self._is_smaller_before(e, part))
+            mine = part_of.get(v, EARLY) in (n, EARLY)
+            return e is None or not (mine or self._is_smaller_before(e, part_of))
 
         found = cone(roots, lambda v: () if crosses(v) else operands(v), ready)
         crossing = {v for v in found if crosses(v)}
         made = found - crossing
         return [e for e in self.loop.body.equations if not made.isdisjoint(e.outvals)], crossing
 
-    def _is_smaller_before(self, e: Equation, part: dict[int, int]) -> bool:
+    def _is_smaller_before(self, e: Equation, part_of: dict[int, int]) -> bool:
         """Return True if an equation is cheap and its operands are smaller than its results."""
         avals = self.loop.body.avals
-        operands = {v for v in e.reads if part.get(v, EARLY) != EARLY}
+        operands = {v for v in e.reads if part_of.get(v, EARLY) != EARLY}
         given = sum(aval_bytes(avals[v]) for v in operands)
         return not is_heavy(e.eqn) and given < sum(aval_bytes(avals[v]) for v in e.outvals)

@@ -171,9 +171,9 @@ class _MatrixRun:
             view = t.view(v)
             left = {p: query.left[k] for k, p in enumerate(view.axes)}
             wanted = (TIME, *[left[p] for p in range(len(left))])
-            turned = lax.transpose(y, [order.index(a) for a in wanted])
-            turned = lax.reshape(turned, (loop.length, *aval.shape))
-            self.values.steps[v] = turned.astype(aval.dtype)
+            transposed = lax.transpose(y, [order.index(a) for a in wanted])
+            transposed = lax.reshape(transposed, (loop.length, *aval.shape))
+            self.values.steps[v] = transposed.astype(aval.dtype)
 
     def _summed(self, term: StateTerm, order: tuple[int, ...], dtype: Any) -> Any:
         """Return a product without the state, summed over the keys."""

@@ -243,12 +243,12 @@ class StateReader:
         if len(states) != 1 or sorted(states[0].axes) != [*range(bound.stop)]:
             return None
         axis = {i: s for s, i in enumerate(states[0].axes)}
-        turned = [t._replace(factors=tuple(f.over(axis) for f in t.factors)) for t in terms]
+        moved = [t._replace(factors=tuple(f.over(axis) for f in t.factors)) for t in terms]
         shared = [u for u, x in enumerate(self.t.views) if x is not None and x.cls == view.cls]
         return Query(
             tuple(u for u in shared if len(self.t.view(u).axes) == len(self.t.sizes[u])),
-            next(t for t in turned if t.state),
-            tuple(t for t in turned if not t.state),
+            next(t for t in moved if t.state),
+            tuple(t for t in moved if not t.state),
             tuple(axis[i] for i in view.axes),
             tuple(sorted(axis[i] for i in bound)),
         )
@@ -259,7 +259,7 @@ class StateReader:
         decays = [t for t in terms if t.state]
         added = [t for t in terms if not t.state and t.coefficient]
         if any(t.axes != tuple(range(width)) for t in decays):
-            raise NotAMatrixError("states are turned at every step")
+            raise NotAMatrixError("states are transposed at every step")
         if len(decays) != 1 or len(added) != 1:
             raise NotAMatrixError(f"a step has {len(decays)} decays and adds {len(added)} products")
         decay, product = decays[0], self._opened(added[0], keys)
