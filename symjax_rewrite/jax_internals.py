@@ -61,6 +61,15 @@ def equation_scope(eqn: JaxprEqn | None):
         yield
 
 
+def below(eqn: JaxprEqn, outer: JaxprEqn | None) -> JaxprEqn:
+    """Return an equation of a body in the name scope of the call that held it, if given."""
+    if outer is None or not outer.source_info.name_stack.stack:
+        return eqn
+    own = eqn.source_info
+    stack = outer.source_info.name_stack + own.name_stack
+    return eqn.replace(source_info=own.replace(name_stack=stack))
+
+
 def array_aval(shape: Sequence[Any], dtype: str) -> Any:
     """Return the aval of an array."""
     return _core.ShapedArray(tuple(shape), np.dtype(dtype))

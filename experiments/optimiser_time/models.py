@@ -93,16 +93,25 @@ def lora(x, w, a, b):
     return x @ (w + a @ b)
 
 
+def minilm_shapes(layers: int) -> dict[str, Any]:
+    params = jax.eval_shape(weights.random_params)
+    params["layers"] = params["layers"][:layers]
+    return params
+
+
+def minilm(params: dict, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    return model.encode(params, None, ids, mask)
+
+
 def programs(quick: bool) -> dict[str, tuple[Callable, tuple]]:
     """Name to function and argument shapes."""
     layers = 1 if quick else 6
-    params = jax.eval_shape(weights.random_params)
-    params["layers"] = params["layers"][:layers]
+    params = minilm_shapes(layers)
     adapters = jax.eval_shape(lambda: weights.lora_adapters(weights.random_params()))[:layers]
     sentences = (array(12, 32, dtype=jnp.int32),) * 2
     sizes = [64 * (3 * i % 7 + 1) for i in range(31)]
     return {
-        "MiniLM, 6 layers": (lambda p, i, m: model.encode(p, None, i, m), (params, *sentences)),
+        "MiniLM, 6 layers": (minilm, (params, *sentences)),
         "MiniLM with adapters": (model.encode, (params, adapters, *sentences)),
         "GPT-2, 12 layers": (
             gpt2,

@@ -8,11 +8,15 @@ trace is optimised by itself. So no condition is taken over from another shape.
 Where the decision depends on the sizes, it is made once more for sizes near those of the call, from
 half to twice of each. It holds in this range if the same forms pay at its ends, and if they are
 those that the trace alone would get. Otherwise every trace in the range is optimised by itself.
+
+JAX cannot trace some programs at all sizes: with a table of 512 positions, `table[:T]` has
+`min(512, T)` rows. Such a program is traced for the sizes near those of the call alone.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -113,10 +117,12 @@ def sizes_of(
 class RangePlan:
     """Program that is emitted where every named size is in a range.
 
+    closed: the program as traced with symbolic sizes; None if it cannot be traced in the ranges.
     emitted: with symbolic sizes; None if other sizes in the ranges might ask for another decision.
     """
 
     ranges: dict[str, tuple[int, int]]
+    closed: ClosedJaxpr | None
     emitted: ClosedJaxpr | None
 
     def holds(self, sizes: dict[str, int]) -> bool:
@@ -126,9 +132,9 @@ class RangePlan:
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """A program of symbolic sizes, as traced, with what is emitted for it, by ranges of sizes."""
+    """A program as traced for all sizes, if it can be, with what is emitted by ranges of sizes."""
 
-    closed: ClosedJaxpr
+    closed: ClosedJaxpr | None
     by_range: list[RangePlan]
 
 
@@ -151,18 +157,17 @@ class SizePlans:
         if not sizes or not self.assume.holds(sizes):
             return None
         plan = self._plan(flat, values, key)
-        if plan is None:
+        if plan.closed is not None and not _is_same(plan.closed, sizes, closed):
             return None
-        try:
-            mine, theirs = at_sizes(plan.closed, sizes), at_sizes(closed, {})
-            wanted = program_key(theirs)
-            if wanted is None or program_key(mine) != wanted:
-                return None
-            emitted = self._emitted(plan, sizes, closed)
-            return None if emitted is None else at_sizes(emitted, sizes)
-        except NotInstantiableError as error:
-            logger.debug("no plan for other sizes: %s", error)
+        found = next((p for p in plan.by_range if p.holds(sizes)), None)
+        if found is None and len(plan.by_range) < MOST_RANGES:
+            found = self._near(plan.closed, sizes, closed, (flat, values))
+            plan.by_range.append(found)
+        if found is None or found.closed is None or found.emitted is None:
             return None
+        if found.closed is not plan.closed and not _is_same(found.closed, sizes, closed):
+            return None
+        return _at_sizes(found.emitted, sizes)
 
     def _sizes(self, actual: Sequence[tuple[Any, ...]]) -> dict[str, int] | None:
         """Return `sizes_of` arrays; log if the names do not fit their ranks or sizes."""
@@ -172,52 +177,57 @@ class SizePlans:
             logger.warning("dims=%r does not fit arrays of sizes %r", names, given)
         return found
 
-    def _emitted(
-        self, plan: SizePlan, sizes: dict[str, int], closed: ClosedJaxpr
-    ) -> ClosedJaxpr | None:
-        """Return what is emitted at some sizes, with symbolic sizes; None if it is not known."""
-        found = next((p for p in plan.by_range if p.holds(sizes)), None)
-        if found is None and len(plan.by_range) < MOST_RANGES:
-            found = self._near(plan.closed, sizes, closed)
-            plan.by_range.append(found)
-        return None if found is None else found.emitted
+    def _near(
+        self, named: ClosedJaxpr | None, sizes: dict[str, int], closed: ClosedJaxpr, traced: tuple
+    ) -> RangePlan:
+        """Return the plan for sizes near those of a traced program.
 
-    def _near(self, named: ClosedJaxpr, sizes: dict[str, int], closed: ClosedJaxpr) -> RangePlan:
-        """Return the plan for sizes near those of a traced program."""
+        named: the program traced for all sizes. traced: the function and the values it was traced
+        at.
+        """
         ranges = {n: (-(-size // 2), 2 * size) for n, size in sizes.items()}
-        facts = [f"{low} <= {n}" for n, (low, _) in ranges.items()]
+        facts = [f"{n} >= {low}" for n, (low, _) in ranges.items()]
         facts += [f"{n} <= {high}" for n, (_, high) in ranges.items()]
+        if named is None:
+            flat, values = traced
+            named = _traced(flat, self.specs([jax.typeof(v) for v in values], facts))
+            if named is None or not _is_same(named, sizes, closed):
+                return RangePlan(ranges, None, None)
         worker = self.worker.under(facts)
         near, alone = worker.decide(named), self.worker.decide(closed)
         if not near.settled or _changes(near) != _changes(alone):
-            return RangePlan(ranges, None)
-        return RangePlan(ranges, worker.emitted(near) if near.taken else named)
+            return RangePlan(ranges, named, None)
+        return RangePlan(ranges, named, worker.emitted(near) if near.taken else named)
 
-    def _plan(
-        self, flat: Callable[..., Any], values: Sequence[Any], key: Hashable
-    ) -> SizePlan | None:
+    def _plan(self, flat: Callable[..., Any], values: Sequence[Any], key: Hashable) -> SizePlan:
         avals = tuple(jax.typeof(v) for v in values)
         key = (key, tuple([(a.dtype, a.weak_type) for a in avals]), jax_internals.trace_settings())
-        plan: SizePlan | bool | None = self._plans.get(key)
+        plan: SizePlan | None = self._plans.get(key)
         if plan is None:
-            plan = self._made(flat, self.specs(avals))
+            plan = self._made(_traced(flat, self.specs(avals)))
             self._plans.put(key, plan)
-        return plan if isinstance(plan, SizePlan) else None
+        return plan
 
-    def named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return arguments with specs of symbolic sizes for its arrays, if the names fit them."""
+    def trace(self, plain: Any, args: tuple, kwargs: dict[str, Any]) -> ClosedJaxpr | None:
+        """Return a `jax.jit` object traced with symbolic sizes; None if it cannot be."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [k for k, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
         avals = [jax_internals.array_aval(leaves[k].shape, leaves[k].dtype) for k in places]
         if self._sizes([a.shape for a in avals]) is None:
-            return args, kwargs
+            return None
         for k, spec in zip(places, self.specs(avals), strict=True):
             leaves[k] = spec
-        return jax.tree.unflatten(tree, leaves)
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        try:
+            return plain.trace(*args, **kwargs).jaxpr
+        except Exception as error:  # the user's function may need numbers for its sizes
+            logger.warning("explained at these sizes alone: not traced for all (%s)", error)
+            return None
 
-    def specs(self, avals: Sequence[Any]) -> list[Any]:
-        """Return arrays as specs with symbolic sizes."""
-        scope = export.SymbolicScope()
+    def specs(self, avals: Sequence[Any], facts: Sequence[str] = ()) -> list[Any]:
+        """Return arrays as specs with symbolic sizes, under some facts and those assumed."""
+        known = [c for fact in (*self.assume.facts, *facts) for c in _constraint(fact)]
+        scope = export.SymbolicScope(known)
         return [
             a
             if shape is None
@@ -227,19 +237,59 @@ class SizePlans:
             for a, shape in zip(avals, self.shapes, strict=True)
         ]
 
-    def _made(self, flat: Callable[..., Any], specs: Sequence[Any]) -> SizePlan | bool:
-        """Return the plan of a function, or False if it cannot be traced with symbolic sizes."""
-        try:
-            closed = jax_internals.make_jaxpr(flat, *specs)[0]
-        except Exception as error:  # the user's function may need numbers for its sizes
-            logger.debug("not traced with symbolic sizes: %s", error)
-            return False
-        if program_key(closed) is None:
-            return False
+    def _made(self, closed: ClosedJaxpr | None) -> SizePlan:
+        """Return the plan of a program that was traced for all sizes, or cannot be."""
+        if closed is None:
+            return SizePlan(None, [])
         result = self.worker.decide(closed)
         usable = result.taken and result.settled
-        whole = [RangePlan({}, self.worker.emitted(result))] if usable else []
+        whole = [RangePlan({}, closed, self.worker.emitted(result))] if usable else []
         return SizePlan(closed, whole)
+
+
+def _traced(flat: Callable[..., Any], specs: Sequence[Any]) -> ClosedJaxpr | None:
+    """Return a function traced with symbolic sizes; None if it cannot be, or must not be kept."""
+    try:
+        closed = jax_internals.make_jaxpr(flat, *specs)[0]
+    except Exception as error:  # the user's function may need numbers for its sizes
+        logger.debug("not traced with symbolic sizes: %s", error)
+        return None
+    return None if program_key(closed) is None else closed
+
+
+def _is_same(named: ClosedJaxpr, sizes: dict[str, int], closed: ClosedJaxpr) -> bool:
+    """Return True if a program of named sizes is at some sizes the one that was traced there."""
+    mine, theirs = _at_sizes(named, sizes), _at_sizes(closed, {})
+    if mine is None or theirs is None:
+        return False
+    wanted = program_key(theirs)
+    return wanted is not None and program_key(mine) == wanted
+
+
+def _at_sizes(named: ClosedJaxpr, sizes: dict[str, int]) -> ClosedJaxpr | None:
+    """Return a program with numbers for names; None if its equations may hide names."""
+    try:
+        return at_sizes(named, sizes)
+    except NotInstantiableError as error:
+        logger.debug("no plan for other sizes: %s", error)
+        return None
+
+
+def _constraint(fact: str) -> list[str]:
+    """Return a fact about sizes as JAX takes it for a constraint; none if JAX takes no such one.
+
+    JAX replaces one side of an equation by the other, so that a name would be lost.
+    """
+    text = re.sub(r"(.+?)<(?!=)(.+)", r"\1 + 1 <= \2", fact)
+    text = re.sub(r"(.+?)>(?!=)(.+)", r"\1 >= \2 + 1", text)
+    if "==" in text:
+        return []
+    try:
+        export.SymbolicScope([text])
+    except ValueError as error:
+        logger.debug("JAX takes no constraint %r: %s", text, error)
+        return []
+    return [text]
 
 
 def _changes(result: Any) -> list[tuple[str, list[str]]]:

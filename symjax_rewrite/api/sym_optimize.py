@@ -446,9 +446,8 @@ class _Worker:
         from symjax_rewrite.optimizer import Result
         from symjax_rewrite.reports.builder import make_report
 
-        if self.plans is not None:
-            args, kwargs = self.plans.named(args, kwargs)
-        closed = plain.trace(*args, **kwargs).jaxpr
+        closed = self.plans and self.plans.trace(plain, args, kwargs)
+        closed = closed or plain.trace(*args, **kwargs).jaxpr
         off = why_off()
         result = self.decide(closed) if off is None else Result(closed, stop=off)
         return make_report(result, self.optimiser())

@@ -156,6 +156,42 @@ def test_facts_that_do_not_hold_leave_the_plan_out(runs):
     assert len(runs) == 2
 
 
+def positions(x, table, w):
+    return jnp.tanh(x + table[: x.shape[1]]) @ w
+
+
+TABLE = "b T 8, 512 8, 8 8"
+
+
+def masked(q, k, v, table):
+    s = jnp.einsum("btd,bsd->bts", q, k) + table[: q.shape[1], : q.shape[1]]
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s, -1), v)
+
+
+def test_a_program_that_no_trace_covers_at_all_sizes_is_planned_near_those_of_a_call(runs):
+    f = sym_optimize(positions, dims=TABLE)
+    for n in (48, 30, 96):
+        x, table, w = (jnp.ones(s) for s in ((2, n, 8), (512, 8), (8, 8)))
+        np.testing.assert_allclose(f(x, table, w), positions(x, table, w), rtol=1e-5)
+        assert "gather" not in str(f.trace(x, table, w).jaxpr)
+    assert len(runs) == 2  # for sizes near those of the first call, and for these
+
+
+def test_facts_about_sizes_let_a_program_be_traced(runs):
+    f = sym_optimize(masked, dims="b T 8, b T 8, b T 8, 512 512", assume="T <= 512")
+    for n in (7, 300):
+        args = [*rows(2, n), jnp.tril(jnp.ones((512, 512)))]
+        np.testing.assert_allclose(f(*args), masked(*args), rtol=1e-4, atol=1e-5)
+    assert len(runs) == 1
+
+
+def test_explain_falls_back_to_the_sizes_that_are_given(caplog):
+    f = sym_optimize(positions, dims=TABLE)
+    report = f.explain(*shaped((2, 48, 8), (512, 8), (8, 8)))
+    assert report.before.flops == 2 * 2 * 48 * 8 * 8
+    assert "at these sizes alone" in caplog.text
+
+
 def test_gradients_of_a_planned_function(runs):
     f = sym_optimize(attention, dims="b T 8, b T 8, b T 8")
     args = rows(2, 6)
@@ -186,11 +222,17 @@ def looped(x, w):
     return jax.lax.scan(step, jnp.zeros(x.shape[1:]), x)
 
 
+def slices(m, x):
+    n = x.shape[0]
+    return m[:n, :n], m[2:n], m[:, -n:], x[:-1], x[-1], x[0]
+
+
 PROGRAMS = {
     "attention": (attention, "b T 8, b T 8, b T 8"),
     "a loop": (looped, "T 8, 8 8"),
     "branches": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), "n 8"),
     "concatenation": (lambda x: jnp.concatenate([x, x]).reshape(-1, 2, 4), "n 8"),
+    "slices": (slices, "9 9, n 8"),
     "a mean": (lambda x: jax.nn.gelu(x - x.mean(0)), "n 8"),
 }
 
@@ -198,7 +240,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_for_names_give_the_program_of_these_numbers(name):
     fun, shapes = PROGRAMS[name]
-    scope = export.SymbolicScope()
+    scope = export.SymbolicScope(["3 <= n", "n <= 9"])
     named = [
         jax.ShapeDtypeStruct(export.symbolic_shape(",".join(s.split()), scope=scope), F32)
         for s in shapes.split(",")
