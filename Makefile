@@ -57,7 +57,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
 	@set -e; for script in experiments/*/run.py experiments/*/deferral.py \
-	    experiments/*/published_shape.py experiments/*/scaling.py; do \
+	    experiments/*/published_shape.py experiments/*/scaling.py experiments/*/streams.py; do \
 	  more=; case $$script in */linear_algebra/*|*/peers/*) \
 	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
 	  */minilm/*) more=--write;; esac; \

@@ -75,6 +75,7 @@ def sweep(name: str):
         "tuning",
         "selective_scan/published_shape",
         "top_k",
+        "top_k/streams",
     ],
 )
 def test_script_runs(name: str) -> None:

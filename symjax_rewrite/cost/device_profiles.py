@@ -293,6 +293,7 @@ CPU = Device(
     loops=LoopFacts(
         product_s=0.4e-6,
         step_s=0.1e-6,
+        kernel_operation_s=2e-9,
         steps_are_launches=False,
         cut_sums_are_slow=True,
         hoists_invariants=True,

@@ -15,6 +15,7 @@ FACT = "how the device, or XLA for it, works"  # a boolean, not a figure
 JUDGED = "judged"  # a bound that was set by hand
 NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
+STREAMS = "experiments/top_k/streams.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
 LAWS = "experiments/performance_fuzz/laws.py"
@@ -242,6 +243,7 @@ class LoopFacts:
     hoists_invariants: bool = fact("XLA moves loop-invariant operations out of loops", False)
     product_s: float = quantity("s", "a product of matrices in a step, to begin", LAWS, 3e-6)
     step_s: float = quantity("s", "a step, beside its products", LAWS, 0.0)
+    kernel_operation_s: float = quantity("s", "in a step of a loop that is one kernel", STREAMS, 0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)

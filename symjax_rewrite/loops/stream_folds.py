@@ -1,9 +1,10 @@
 """Loops that only fold a stream: their last states are computed from all steps at once.
 
-A running maximum `m ← max(m, x_t)` is the maximum of its start and all x. The k best of the values
-seen, `top_k(concat(c, x_t))`, are the k best of the start and all x: the k best of some values and
-others are the k best of all of them, and a stable selection keeps the order of equal values. Values
-that are taken at the places of the best (their indices) are taken with them.
+The k best of the values seen, `top_k(concat(c, x_t))`, are the k best of the start and all x: the k
+best of some values and others are the k best of all of them, and a stable selection keeps the order
+of equal values. Values that are taken at the places of the best (their indices) are taken with
+them. `monoid_carries` reads carries that follow a monoid: sums, extrema and what is kept with them,
+log-sum-exp, moments.
 
 A loop is such a fold if no result of a step is read and all of its carries are folds. Selections
 and maxima are exact; sums are rounded in another order. With folds, memory is O(stream) in place of
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,17 +36,13 @@ from symjax_rewrite.cost.equation_cost import (
 from symjax_rewrite.ir.dataflow import makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.replacement import Read
-from symjax_rewrite.loops.fusion import EXACT_ENOUGH
 from symjax_rewrite.loops.hoisting import STACKABLE, is_steppable
 from symjax_rewrite.loops.loop import Loop, run_equations
+from symjax_rewrite.loops.monoid_carries import MonoidFold, monoid_fold
 from symjax_rewrite.loops.motion import all_steps, seconds_at_once
 
-MONOIDS: dict[str, Callable[[Any], Any]] = {
-    "max": lambda x: jnp.max(x, 0),
-    "min": lambda x: jnp.min(x, 0),
-    "add": lambda x: jnp.sum(x, 0, x.dtype),
-}
 _SELECTIONS = ("top_k", "sort")
+KERNELS = 5  # of the total of a monoid: the states, its reductions, and what combines them
 
 
 class Join(NamedTuple):
@@ -60,22 +57,6 @@ class Join(NamedTuple):
     values: int
     axis: int
     is_first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RunningReduction:
-    """The update c ← max(c, x), with a minimum or a sum in place of the maximum."""
-
-    equation: Equation
-    carry: int
-    values: int
-
-    def totals(self, steps: dict[int, Any], starts: Sequence[Any], _: bool) -> dict[int, Any]:
-        """Return the last state by number of the carry."""
-        over_steps = MONOIDS[self.equation.name](steps[self.values])
-        first = starts[self.carry]
-        (total,) = jax_internals.eval_equation(self.equation.eqn, [first, over_steps])
-        return {self.carry: total}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +100,13 @@ class RunningSelection:
         return lax.slice_in_dim(whole, start, start + count, axis=axis)
 
 
-Fold = RunningReduction | RunningSelection
-
-
 @dataclass(slots=True)
 class StreamFold:
     """A loop as a fold. seconds: predicted, of the loop and of the fold."""
 
     loop: Loop
-    folds: list[Fold]
+    selections: list[RunningSelection]
+    monoids: MonoidFold | None
     once: list[Equation] = field(default_factory=list)
     before: list[Equation] = field(default_factory=list)
     seconds: tuple[float, float] | None = None
@@ -140,8 +119,10 @@ class StreamFold:
         with jax_internals.equation_scope(loop.eqn):
             run_equations(self.once, known)
             steps.update(all_steps(self.before, known, steps))
-            for fold in self.folds:
-                finals |= fold.totals(steps, starts, loop.reverse)
+            for selection in self.selections:
+                finals |= selection.totals(steps, starts, loop.reverse)
+            if self.monoids is not None:
+                finals |= self.monoids.totals(known, steps, starts)
         return loop.finish([finals[k] for k in range(len(loop.carries))], [], read)
 
 
@@ -156,34 +137,31 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
     if any(e.eqn.effects or not e.outvals for e in loop.body.equations):
         return None
     reader = _FoldReader(loop)
-    folds = list(reader.folds())
-    done = {k for fold in folds for k in _carries(fold)}
-    own = {e for fold in folds for e in _equations(fold)}
-    rest = [e for e in loop.body.equations if e not in own]
-    if len(done) < len(loop.carries) or not reader.are_apart(own):
+    selections = list(reader.selections())
+    others = {*range(len(loop.carries))} - {j.carry for f in selections for j in f.joins}
+    if not selections and not _may_gain(loop, device):
         return None
+    monoids = monoid_fold(loop, others) if others else None
+    if others and monoids is None:
+        return None
+    added = monoids.equations if monoids is not None else ()
+    own = {e for f in selections for e in (*[j.equation for j in f.joins], f.equation, *f.rest)}
+    own.update(added)
     level = reader.level
+    rest = [e for e in loop.body.equations if e not in own]
     once = [e for e in rest if level[e.outvals[0]] == 0]
     before = [e for e in rest if level[e.outvals[0]] == 1]
-    if len(once) + len(before) < len(rest) or not all(map(is_steppable, before)):
+    if not reader.are_apart(own) or len(once) + len(before) < len(rest):
         return None
-    if any(f.equation.name == "add" for f in folds) and any(e.name in STACKABLE for e in before):
+    if not all(map(is_steppable, (*before, *added))):
+        return None
+    if monoids is not None and monoids.adds and any(e.name in STACKABLE for e in before):
         return None  # a sum of products is one product: see `hoisting`
-    found = StreamFold(loop, folds, once, before)
+    found = StreamFold(loop, selections, monoids, once, before)
     found.seconds = _seconds(found, level, device)
     if found.seconds is None or not margins.pays(*found.seconds, "hoist", device):
         return None
     return found
-
-
-def _carries(fold: Fold) -> list[int]:
-    return [fold.carry] if isinstance(fold, RunningReduction) else [j.carry for j in fold.joins]
-
-
-def _equations(fold: Fold) -> list[Equation]:
-    if isinstance(fold, RunningReduction):
-        return [fold.equation]
-    return [*[j.equation for j in fold.joins], fold.equation, *fold.rest]
 
 
 class _FoldReader:
@@ -193,7 +171,6 @@ class _FoldReader:
         self.loop, self.level, self.uses = loop, loop.levels(), loop.uses()
         self.makers = makers_of(loop.body.equations)
         self.number = {c.inner: k for k, c in enumerate(loop.carries)}
-        self.out = {c.out: k for k, c in enumerate(loop.carries) if isinstance(c.out, int)}
 
     def maker(self, v: Value) -> Equation | None:
         """Return the equation of a step that makes a value, or None."""
@@ -206,26 +183,12 @@ class _FoldReader:
         made = [*self.number, *[v for e in own for v in e.outvals]]
         return all(inside[v] == self.uses[v] for v in made)
 
-    def folds(self) -> Iterator[Fold]:
-        """Yield the folds among the carries; some of the others may be read elsewhere."""
+    def selections(self) -> Iterator[RunningSelection]:
+        """Yield the selections among the carries; some of the others may be read elsewhere."""
         for e in self.loop.body.equations:
-            if e.name in _SELECTIONS:
-                found = self._selection(e)
-            elif e.name in MONOIDS and e.outvals[0] in self.out:
-                found = self._reduction(e)
-            else:
-                found = None
+            found = self._selection(e) if e.name in _SELECTIONS else None
             if found is not None:
                 yield found
-
-    def _reduction(self, e: Equation) -> RunningReduction | None:
-        k = self.out[e.outvals[0]]
-        inner, aval = self.loop.carries[k].inner, self.loop.body.avals[e.outvals[0]]
-        others = [v for v in e.reads if self._varies(v)]
-        if len(others) != 1 or inner not in e.reads or shape_of(e.eqn.invars[0]) != aval.shape:
-            return None
-        is_exact = e.name != "add" or str(aval.dtype) in EXACT_ENOUGH
-        return RunningReduction(e, k, others[0]) if is_exact else None
 
     def _varies(self, v: Value) -> bool:
         """Return True if a value differs by step and depends on no carry."""
@@ -341,25 +304,39 @@ def _takes(gather: Equation, axis: int) -> bool:
     return batch == (others, others) and d.offset_dims == () and len(places) == len(shape)
 
 
+def _may_gain(loop: Loop, device: Device) -> bool:
+    """Return False for a loop that takes no longer than a launch, as one kernel."""
+    operation_s = device.loops.kernel_operation_s
+    longest = loop.steps * len(loop.body.equations) * operation_s
+    return device.loops.steps_are_launches or longest > device.launch_s
+
+
 def _seconds(fold: StreamFold, level: dict[int, int], device: Device) -> tuple[float, float] | None:
     """Return the seconds of the loop and of the fold; None if the fold writes too much."""
     loop, facts, steps = fold.loop, device.loops, fold.loop.steps
-    avals = loop.body.avals
-    joins = [j for f in fold.folds if isinstance(f, RunningSelection) for j in f.joins]
+    avals, joins = loop.body.avals, [j for f in fold.selections for j in f.joins]
+    own, states = (fold.monoids.equations, fold.monoids.carries) if fold.monoids else ((), [])
     made = [*[v for e in fold.before for v in e.outvals], *[j.values for j in joins]]
+    made += [loop.carries[k].inner for k in states]
     written = steps * sum(aval_bytes(avals[v]) for v in made)
     if written > facts.growth * loop.outside_bytes:
         return None
+    together = device.launch_s * (KERNELS * len(states) + len(fold.selections))
+    together += 2 * written / device.bytes_per_s
+    together += sum(seconds_at_once(e, steps, level, device) for e in own)
+    if not (facts.steps_are_launches or fold.selections):
+        # A kernel runs all steps; what depends on no carry takes as long in it as before it.
+        return steps * len(own) * facts.kernel_operation_s, together
     launch = device.launch_s if facts.steps_are_launches else 0.0
-    before = steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in fold.before)
-    after = sum(seconds_at_once(e, steps, level, device) for e in fold.before)
-    after += 2 * written / device.bytes_per_s
-    for f in fold.folds:
-        before, after = before + steps * launch, after + device.launch_s
-        if isinstance(f, RunningSelection):
-            alone, together = _selected(f, loop, device)
-            before, after = before + steps * (facts.step_s + alone), after + together
-    return before, after
+    alone = steps * launch * (len(states) + len(fold.selections))
+    alone += steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in fold.before)
+    together += sum(seconds_at_once(e, steps, level, device) for e in fold.before)
+    if facts.steps_are_launches:
+        alone += steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in own)
+    for f in fold.selections:
+        each, whole = _selected(f, loop, device)
+        alone, together = alone + steps * (facts.step_s + each), together + whole
+    return alone, together
 
 
 def _selected(f: RunningSelection, loop: Loop, device: Device) -> tuple[float, float]:

@@ -113,10 +113,13 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "loops.associative_scan_detection": {"MIN_LENGTH": SEARCH, "BITS": CODE, "POINTS": CODE},
     "loops.associative_scan_gradients": {"MAX_CANDIDATES": SEARCH},
     "loops.differentiated_loops": {"MOST_CHOICES": SEARCH, "MOST_SUNK": SEARCH},
+    "loops.exact_steps": {"PRIME": EXACT, "POINTS": EXACT, "RANKS": EXACT, "END": CODE},
     "loops.fusion": {"MAX_DEPTH": SEARCH},
     "loops.loop_reading": {"MAX_COUNTED": SEARCH},
+    "loops.monoid_carries": {"COUNT": CODE, "MOST_EQUATIONS": SEARCH},
     "loops.product_splitting": {"MAX_PARTS": SEARCH},
     "loops.rerolling": {"MAX_READ": SEARCH, "MAX_APART": SEARCH},
+    "loops.stream_folds": {"KERNELS": SHAPE},
     "loops.unrolled_detection": dict.fromkeys(
         ("MIN_STEPS", "MAX_DISTANCES", "MULTIPLES", "MAX_DEPTH"), SEARCH
     ),

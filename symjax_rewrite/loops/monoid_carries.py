@@ -1,0 +1,310 @@
+"""Carries that follow a monoid: the step adds to the state what it makes of the identity.
+
+A step c ← f(c, x) adds a state of a monoid if f(c, x) = c ∘ f(identity, x). Then the last state is
+the first, combined with f(identity, x_t) of all t, which are computed at once. The equation is
+tested exactly (`exact_steps`), so that no spelling need be known: a running log-sum-exp, an online
+softmax with its values, the place of the best so far, and running moments are found alike. A
+counter that steps by one can stand for the count of a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite.ir.dataflow import making
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.loops.exact_steps import Points, Sampler, Undecided, run_exactly
+from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.monoids import MONOIDS, CarryMonoid, Exactly, OnArrays, aligned
+from symjax_rewrite.loops.motion import all_steps
+
+COUNT = -1  # stands for a carry: a counter
+MOST_EQUATIONS = 60  # of a step
+
+
+class Follows(NamedTuple):
+    """A carry that follows a monoid; bases: numbers of carries, or `COUNT`."""
+
+    carry: int
+    monoid: CarryMonoid
+    bases: tuple[int, ...]
+
+
+class Count(NamedTuple):
+    """A counter as a count before the step: its value minus `offset`."""
+
+    value: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class MonoidFold:
+    """Carries that follow monoids, in an order in which bases come first.
+
+    equations: those of a step that make them.
+    """
+
+    loop: Loop
+    follows: tuple[Follows, ...]
+    equations: tuple[Equation, ...]
+    count: Count | None
+
+    @property
+    def carries(self) -> list[int]:
+        """Return the numbers of the carries."""
+        return [f.carry for f in self.follows]
+
+    @property
+    def adds(self) -> bool:
+        """Return True if a total is rounded in another order than the steps."""
+        return any(
+            "kept" not in f.monoid.name and f.monoid.name not in ("greatest", "least")
+            for f in self.follows
+        )
+
+    def totals(
+        self, known: dict[int, Any], steps: dict[int, Any], starts: list[Any]
+    ) -> dict[int, Any]:
+        """Return the last states by number of the carry."""
+        loop, firsts, length = self.loop, dict(enumerate(starts)), self.loop.length
+        known = dict(known)
+        for f in self.follows:
+            aval = loop.body.avals[loop.carries[f.carry].inner]
+            known[loop.carries[f.carry].inner] = jnp.full(
+                aval.shape, f.monoid.identity_of(aval.dtype), aval.dtype
+            )
+        given, states = dict(steps), dict[int, Any]()
+        if self.count is not None:
+            dtype = loop.body.avals[self.count.value].dtype
+            known[self.count.value] = jnp.asarray(self.count.offset, dtype)
+            del given[self.count.value]
+            counted = loop.counters[self.count.value].reshape(-1)
+            first = counted[-1 if loop.reverse else 0] - self.count.offset
+            firsts[COUNT], states[COUNT] = jnp.asarray(first), jnp.ones(length, np.int32)
+        made = all_steps(list(self.equations), known, given)
+        for f in self.follows:
+            x = made[_next_state(loop, f.carry)]
+            states[f.carry] = lax.rev(x, (0,)) if loop.reverse else x
+        return self._combined(states, firsts)
+
+    def _combined(self, states: dict[int, Any], firsts: dict[int, Any]) -> dict[int, Any]:
+        """Return the start of each carry combined with the states of all steps."""
+        totals: dict[int, Any] = {COUNT: jnp.asarray(self.loop.length)}
+        finals: dict[int, Any] = {}
+        for f in self.follows:
+            x, dtype = states[f.carry], states[f.carry].dtype
+            if f.bases and f.monoid.is_empty_with_base:
+                x = self._emptied(x, f.bases[0], states, firsts)
+                states[f.carry] = x
+            like = aligned if "kept" in f.monoid.name else _as_numbers
+            ends = [(like(states[b], x.ndim), like(totals[b], x.ndim - 1)) for b in f.bases]
+            total, extremum = f.monoid.total(x, *ends), None
+            if isinstance(total, tuple):
+                total, extremum = total
+            totals[f.carry] = total
+            pairs = [(like(firsts[b], total.ndim), like(totals[b], total.ndim)) for b in f.bases]
+            if extremum is not None:
+                pairs = [(pairs[0][0], extremum)]
+            final = f.monoid.law(OnArrays, firsts[f.carry], total, *pairs)
+            finals[f.carry] = final.astype(dtype)
+        return finals
+
+    def _emptied(self, x: Any, base: int, states: dict[int, Any], firsts: dict[int, Any]) -> Any:
+        """Return states that are zero where their base is an identity.
+
+        If the loop starts from an identity, the state of the first step is the one that the loop
+        computes, with its NaN for nothing.
+        """
+        if base == COUNT:
+            return x
+        b, first = states[base], firsts[base]
+        monoid = next(f.monoid for f in self.follows if f.carry == base)
+        identity = monoid.identity_of(b.dtype)
+        number = lax.broadcasted_iota(np.int32, b.shape, 0)
+        empty = (b == identity) & ((number > 0) | (first != identity)[None])
+        return jnp.where(aligned(empty, x.ndim), 0, x)
+
+
+def _next_state(loop: Loop, k: int) -> int:
+    """Return the value that a carry has after a step; no literal."""
+    out = loop.carries[k].out
+    assert isinstance(out, int)
+    return out
+
+
+def _as_numbers(base: Any, ndim: int) -> Any:
+    """Return a base with more axes; counts as numbers of a default float."""
+    base = aligned(base, ndim)
+    return base.astype(np.float32) if jnp.issubdtype(base.dtype, jnp.integer) else base
+
+
+def monoid_fold(loop: Loop, carries: set[int]) -> MonoidFold | None:
+    """Return carries as monoids if all of them are, and depend on each other alone."""
+    equations = [e for e in loop.body.equations if loop.levels()[e.outvals[0]] == 2]
+    plain = all(len(e.outvals) == 1 and not e.eqn.effects for e in equations)
+    if not carries or not plain or len(equations) > MOST_EQUATIONS:
+        return None
+    for count in (None, *_counts(loop)):
+        found = _CarryReader(loop, carries, count).fold()
+        if found is not None:
+            return found
+    return None
+
+
+def _counts(loop: Loop) -> Iterator[Count]:
+    """Yield the counters that step by one, as counts before the step or after it."""
+    for v, counted in loop.counters.items():
+        line = counted.reshape(-1)
+        steps = np.diff(line[::-1] if loop.reverse else line)
+        if line.size == loop.length and line.dtype.kind in "iuf" and np.all(steps == 1):
+            yield from (Count(v, 0), Count(v, 1))
+
+
+class _CarryReader:
+    """Reader of the carries of a loop as monoids, with one counter as a count."""
+
+    def __init__(self, loop: Loop, carries: set[int], count: Count | None) -> None:
+        self.loop, self.carries, self.count = loop, carries, count
+        self.sampler, self.body = Sampler(), loop.body
+        level = loop.levels()
+        self.equations = [e for e in self.body.equations if level[e.outvals[0]] == 2]
+        if count is not None:
+            self.equations = [*self._of_counter(count.value, level), *self.equations]
+        self.inner = {loop.carries[k].inner: k for k in carries}
+        self.found: dict[int, Follows] = {}
+        made = {v for e in self.equations for v in e.outvals}
+        read = {v for e in self.equations for v in e.reads} - made
+        self.given = {v: self._entries(v) for v in sorted(read)}
+        if count is not None:
+            self.n = self.sampler.entries((), np.dtype("int32"))
+            self.given[count.value] = self.n + self.sampler.constant(count.offset)
+
+    def _of_counter(self, v: int, level: dict[int, int]) -> list[Equation]:
+        """Return the equations that read a counter and numbers alone."""
+        own, known = [], {v}
+        for e in self.body.equations:
+            if level[e.outvals[0]] == 1 and e.reads and set(e.reads) <= known:
+                own.append(e)
+                known.update(e.outvals)
+        return own
+
+    def _entries(self, v: int) -> Any:
+        aval = self.body.avals[v]
+        return self.sampler.entries(aval.shape, np.dtype(aval.dtype))
+
+    def fold(self) -> MonoidFold | None:
+        """Return the fold if every carry follows a monoid."""
+        waiting = {k: self._needs(k) for k in sorted(self.carries)}
+        if any(needs is None or not needs <= self.carries for needs in waiting.values()):
+            return None
+        while waiting:
+            ready = [k for k, needs in waiting.items() if not (needs or set()) - {*self.found, k}]
+            resolved = [f for k in ready if (f := self._follows(k, waiting[k] or set()))]
+            if not resolved or len(resolved) < len(ready):
+                return None
+            for f in resolved:
+                self.found[f.carry] = f
+                del waiting[f.carry]
+        own = making(self.equations, [_next_state(self.loop, k) for k in self.carries], set())
+        fold = MonoidFold(self.loop, tuple(self.found.values()), tuple(own), self.count)
+        return fold if any(self.loop.levels()[v] == 1 for e in own for v in e.reads) else None
+
+    def _needs(self, k: int) -> set[int] | None:
+        """Return the carries that the next state of one depends on; None if it is no equation's."""
+        out = self.loop.carries[k].out
+        if not isinstance(out, int) or all(out not in e.outvals for e in self.equations):
+            return None
+        own = making(self.equations, [out], set())
+        every = {c.inner: n for n, c in enumerate(self.loop.carries)}
+        return {every[v] for e in own for v in e.reads if v in every}
+
+    def _follows(self, k: int, needs: set[int]) -> Follows | None:
+        """Return the monoid that a carry follows."""
+        dtype = self.body.avals[self._inner(k)].dtype
+        for monoid in MONOIDS:
+            for bases in self._bases(monoid, needs) if monoid.permits(dtype) else ():
+                f = Follows(k, monoid, bases)
+                try:
+                    if self._holds(f):
+                        return f
+                except Undecided:
+                    continue
+        return None
+
+    def _bases(self, monoid: CarryMonoid, needs: set[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the carries that a monoid can rest on."""
+        choices = [
+            [
+                *[b for b in needs if b in self.found and self.found[b].monoid.name == name],
+                *([COUNT] if name == "sum" and self.count is not None else []),
+            ]
+            for name in monoid.bases
+        ]
+        yield from product(*choices)
+
+    def _holds(self, f: Follows) -> bool:
+        """Return True if the step adds to a carry, by the monoid, what it makes of the identity."""
+        before, after = self._states(None), self._states(f)
+        out = _next_state(self.loop, f.carry)
+        own = making(self.equations, [out], set())
+        run_exactly(own, before, self.sampler)
+        run_exactly(own, after, self.sampler)
+        if any(_vanishes(before[v]) for e in own for v in e.outvals):
+            return False  # the error of a sum, by which it is corrected
+        if self._inner(f.carry) not in before:
+            return False
+        lift = after[out]
+        if f.monoid.name in ("sum", "rescaled sum") and _vanishes(lift):
+            return False
+        pairs = [self._pair(b, before, after, lift) for b in f.bases]
+        expected = f.monoid.law(Exactly, before[self._inner(f.carry)], lift, *pairs)
+        return _agree(expected, before[out])
+
+    def _inner(self, k: int) -> int:
+        return self.loop.carries[k].inner
+
+    def _states(self, f: Follows | None) -> dict[int, Any]:
+        """Return the inputs of a step: any states, or identities."""
+        env = dict(self.given)
+        if f is None:
+            return env
+        for g in (*self.found.values(), f):
+            shape = self.body.avals[self._inner(g.carry)].shape
+            identity = g.monoid.identity
+            if self.body.avals[self._inner(g.carry)].dtype == bool:
+                identity = bool(identity)
+            env[self._inner(g.carry)] = self.sampler.constant(identity, shape)
+        if self.count is not None:
+            env[self.count.value] = self.sampler.constant(self.count.offset)
+        return env
+
+    def _pair(self, b: int, before: dict, after: dict, like: Any) -> tuple[Any, Any]:
+        """Return a base before a step and what the step adds to it."""
+        ndim = (like if isinstance(like, np.ndarray) else like.end).ndim
+        if b == COUNT:
+            return aligned(self.n, ndim), aligned(self.sampler.constant(1), ndim)
+        out = _next_state(self.loop, b)
+        if out not in after:
+            run_exactly(making(self.equations, [out], set()), after, self.sampler)
+        state, lift = before[self._inner(b)], after[out]
+        if state.end.ndim > ndim:
+            raise Undecided
+        return aligned(state, ndim), aligned(lift, ndim)
+
+
+def _vanishes(x: Any) -> bool:
+    """Return True for a number that is zero at all points."""
+    return isinstance(x, Points) and x.is_zero
+
+
+def _agree(x: Any, y: Any) -> bool:
+    if isinstance(x, np.ndarray):
+        return isinstance(y, np.ndarray) and x.shape == y.shape and bool(np.all(x == y))
+    return isinstance(y, Points) and x.end.shape == y.end.shape and x.is_equal(y)
