@@ -55,13 +55,13 @@ class Samples:
         return statistics.median(self.seconds[name])
 
     def ratio(self, numerator: str, denominator: str) -> Ratio:
-        """How many times longer `numerator` takes than `denominator`, round by round."""
+        """Return the ratios of times `numerator` / `denominator`, round by round."""
         pairs = zip(self.seconds[numerator], self.seconds[denominator], strict=True)
         low, median, high = np.quantile([a / b for a, b in pairs], (0.25, 0.5, 0.75))
         return Ratio(float(median), float(low), float(high))
 
     def speedups(self) -> dict[str, Ratio]:
-        """How many times faster than the first contestant each one is."""
+        """Return the speed of each contestant relative to the first."""
         first = next(iter(self.seconds))
         return {name: self.ratio(first, name) for name in self.seconds}
 
@@ -119,7 +119,7 @@ def _outside_interval(count: int) -> int:
 
 
 def draw_anew(script: Path, draws: int, *options: str) -> Iterator[dict[str, Samples]]:
-    """What `script --draw N` tells by `tell_draw`, in a process of its own for every N.
+    """Return the records of `script --draw N`, in one process per N (see `tell_draw`).
 
     A product that streams its weights is up to twice as fast or slow by the place of its arrays
     alone, and the places of one process are alike.
@@ -215,7 +215,7 @@ def specs_of(tree: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return the machine and the versions of a measurement."""
     names = ("jax", "jaxlib", "numpy", "symjax_rewrite", "enzyme_ad")
     device = jax.devices()[0]
     return {

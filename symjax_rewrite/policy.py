@@ -1,7 +1,7 @@
 """The choice among candidates: this module alone takes a candidate, or refuses it for its price.
 
 Memory is a reason of its own: the speedup that a candidate must have falls with the share of the
-device's memory that it spares (`cost.margins.margin`).
+device's memory that it saves (`cost.margins.margin`).
 """
 
 from __future__ import annotations

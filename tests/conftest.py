@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported and collected stays until the end: no garbage collection need walk it."""
+    """Exempt modules and collected tests, which live until the end, from garbage collection."""
     gc.collect()
     gc.freeze()
 

@@ -107,7 +107,7 @@ def test_report_names_the_pass(fun: Callable, name: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", [jax.grad, lambda f: jax.vmap(f)])
-def test_pass_sees_what_transformations_make(wrap: Callable) -> None:
+def test_pass_sees_transformed_programs(wrap: Callable) -> None:
     fun = wrap(lambda x: identity(x).sum()) if wrap is jax.grad else wrap(identity)
     assert "pythagorean_identity" in names(optimized(fun), X)
 
@@ -118,7 +118,7 @@ def test_pass_changes_the_program() -> None:
     assert not primitives & {"sin", "cos"}
 
 
-def test_later_passes_see_what_an_opened_replacement_makes() -> None:
+def test_later_passes_see_the_equations_of_an_open_replacement() -> None:
     def fun(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         return (a @ b) @ (x * (jnp.sin(x) ** 2 + jnp.cos(x) ** 2))
 

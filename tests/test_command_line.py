@@ -285,7 +285,7 @@ def test_terminal_gets_tables_and_progress(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_demo_shows_what_was_gained(monkeypatch, capsys):
+def test_demo_prints_the_gains(monkeypatch, capsys):
     assert main(["demo", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [row["program"] for row in record["programs"]] == [

@@ -172,7 +172,7 @@ def test_every_draw_is_a_process(tmp_path: Path) -> None:
     assert told[0]["0"] != told[1]["1"]
 
 
-def test_table_replaces_only_what_stands_between_its_markers(tmp_path: Path) -> None:
+def test_table_replaces_only_the_lines_between_its_markers(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table -->\nold\n<!-- /table -->\nafter\n", encoding="utf-8")
     for _ in range(2):

@@ -175,7 +175,7 @@ def test_chain_makes_at_least_the_calls_asked_for(calls: int, copies: int) -> No
 def test_gpu_compiler_keeps_every_call_of_a_chain(
     calls: int, copies: int, compile_h200: Any
 ) -> None:
-    """It neither drops, joins nor hoists calls with equal and constant operands, nor copies."""
+    """The compiler keeps copies, and each of the calls with equal or constant operands."""
     kernel = norms.kernel(norms.layer(16, 1024), None, False)
     x, weight = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16, 4096), (4096, 1024)))
 
@@ -226,7 +226,7 @@ TRUTH = {
 
 
 def made_records(device: Device) -> list[Any]:
-    """What a device with a known profile would measure at the sizes of the parts."""
+    """Return the times that a device of a known profile would measure at the parts' sizes."""
     facts = [{"kind": "copy", "bytes": 4 * n} for n in norms.COPIED]
     facts += [{"kind": "product bfloat16", "side": 8192, "dtype": "bfloat16"}]
     for m, n, gain in itertools.product((1, 4096), (1024, 14336), (False, True)):
@@ -261,7 +261,7 @@ def test_fit_finds_a_known_profile_again() -> None:
     assert math.isclose(share, 3e12 / 4.8e12, rel_tol=0.05)
 
 
-def test_fit_leaves_out_what_the_cases_do_not_tell() -> None:
+def test_fit_omits_undetermined_constants() -> None:
     seen = [o for o in made_records(DEVICES["h200"]) if o.kind in ("copy", "norm")]
     few = [o for o in seen if o.kind == "copy" or o.facts["layer"]["rows"] == 1]
     after, fields = fit.fitted(DEVICES["h200"], few)

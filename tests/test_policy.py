@@ -81,7 +81,7 @@ def test_values_of_one_part_may_wait_for_each_other(chain, opens):
     np.testing.assert_array_equal(run(made, [jnp.zeros(3)])[1], np.ones(3))
 
 
-def test_what_is_not_admitted_is_not_taken(chain):
+def test_refused_candidate_is_not_taken(chain):
     program, (x, a, b, _c, _d) = chain
     found = candidate("first", Ones((b,), (x,))), candidate("second", Ones((a,), (x,)))
     admits = lambda c: c.name == "second"  # noqa: E731
@@ -114,7 +114,7 @@ def test_first_of_two_candidates_for_a_value_is_taken(chain):
     assert taken(program, first, second)[1:] == (["first"], ["second"])
 
 
-def test_a_part_that_reads_what_nobody_gives_is_refused(chain):
+def test_part_with_an_undefined_operand_is_refused(chain):
     program, (x, _a, b, _c, d) = chain
     lost = program.new_value(program.avals[x])
     giver = candidate("giver", Ones((lost, b), (x,)))

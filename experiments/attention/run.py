@@ -65,7 +65,7 @@ class Row:
     quadratic: bool
 
     def missed(self) -> list[str]:
-        """What was asked and is not there."""
+        """Return the acceptance criteria that are not met."""
         out = []
         if self.ratio is not None:
             limit = FASTER if self.length >= FASTER_FROM else NO_SLOWER

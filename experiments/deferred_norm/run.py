@@ -257,7 +257,7 @@ def tell_frozen(contests: list[Contest], draws: dict[str, harness.Draws], kind: 
 
 
 def tell_bytes() -> list[list]:
-    """What both forms read and write; counted from the shapes, not measured."""
+    """Return the bytes that both forms move, counted from the shapes, not measured."""
     out, k = [], 4096
     for n in COUNTED_OUTPUTS:
         for m in COUNTED_ROWS:
@@ -269,7 +269,7 @@ def tell_bytes() -> list[list]:
 
 
 def tell_decode() -> list[list]:
-    """Whether the cuts for few rows fill a GPU; counted from the table, not measured."""
+    """Return True if the blocks for few rows fill a GPU; counted from the table, not measured."""
     out, k, device = [], 4096, DEVICES["h200"]
     for n in (512, 1024, 4096, 6144, 14336):
         for m in (1, 16):

@@ -47,7 +47,7 @@ CONTESTANTS: dict[str, Callable[[Callable], Callable]] = {
 
 
 def _wrapped(jitted: Callable) -> Callable:
-    """What an optimiser that wraps a jit object would cost at best."""
+    """Return the least cost of an optimiser that wraps a jit object."""
     return lambda *args, **kwargs: jitted(*args, **kwargs)
 
 

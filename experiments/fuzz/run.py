@@ -44,13 +44,13 @@ def _stop(*_: Any) -> None:
 
 
 def where(error: BaseException) -> str:
-    """The frames of the optimiser in which the clock ran out."""
+    """Return the frames of the optimiser in which the time ran out."""
     frames = traceback.extract_tb(error.__traceback__)
     return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[:-8:-1])
 
 
 def in_library(error: BaseException) -> bool:
-    """Whether the clock ran out in the optimiser, not while a program was interpreted."""
+    """Return True if the time ran out in the optimiser, not while a program was interpreted."""
     library = {HERE.parents[1] / "symjax_rewrite", HERE.parents[1] / "rules"}
     frames = traceback.extract_tb(error.__traceback__)
     return any(library & {*Path(f.filename).parents} for f in frames)

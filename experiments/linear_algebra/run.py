@@ -122,7 +122,7 @@ def add_peer(results: dict, python: str, shrink: int, rounds: int) -> None:
 
 
 def verdict(row: programs.Row, result: dict) -> str:
-    """What was asked and was not reached, or nothing."""
+    """Return the acceptance criteria that are not met."""
     if "failed" in result:
         return "failed"
     plain, best = result["against_plain"].median, result.get("against_best")

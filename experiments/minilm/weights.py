@@ -21,7 +21,7 @@ PROJECTIONS = ("query", "key", "value", "output", "up", "down")
 
 
 class Encoder(NamedTuple):
-    """What is needed to encode sentences, and where it is from."""
+    """A sentence encoder and the source of its weights."""
 
     params: dict[str, Any]
     tokenise: Callable[[Sequence[str], int], tuple[np.ndarray, np.ndarray]]

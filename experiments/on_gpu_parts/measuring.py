@@ -64,7 +64,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a part is run: where records go, until when, and how large the cases are.
+    """The setting of a run: the file of records, the deadline, and the size of the cases.
 
     only: a case is run if its name contains this text.
     """

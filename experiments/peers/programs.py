@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Functions:
-    """What JAX and PyTorch call by other names or with other arguments."""
+    """Operations that JAX and PyTorch call by other names or with other arguments."""
 
     softmax: Callable[[Any], Any]
     top_k: Callable[[Any, int], Any]

@@ -1,4 +1,4 @@
-"""What the present prices would choose and predict, of programs whose forms were timed before.
+"""Choices and predictions by the present prices, for programs whose forms were timed before.
 
 A form is known again by its text (`measurement.digest`), so that a change of prices is judged by
 times that were taken once.

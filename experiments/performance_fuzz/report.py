@@ -1,4 +1,4 @@
-"""What the records of many programs say: harm, regret, and how good the predictions are."""
+"""Harm, regret and accuracy of the predictions over the records of many programs."""
 
 from __future__ import annotations
 

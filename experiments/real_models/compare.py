@@ -1,4 +1,4 @@
-"""Whether two results of one model are the same: structure, dtypes, weak types, values."""
+"""Comparison of two results of one model: structure, dtypes, weak types, values."""
 
 from typing import Any
 

@@ -91,7 +91,7 @@ def measure(make: Callable[[], tuple[Callable, tuple]], rounds: int) -> dict[str
 
 
 class Kept(logging.Handler):
-    """What the optimiser says it kept as written because of an error of its own."""
+    """Return the programs that the optimiser left as written because of an internal error."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -107,7 +107,7 @@ class Kept(logging.Handler):
 
 
 def told(report: Report) -> dict[str, Any]:
-    """What the report says was done, and why the rest was not."""
+    """Return the rewrites in the report, and the reasons of the refusals."""
     return {
         "stop": report.stop,
         "rules": {rule.name: rule.count for rule in report.rules},
@@ -124,7 +124,7 @@ def machine_code(jitted: Any, args: tuple) -> str:
 
 
 def verdict(result: dict) -> str:
-    """What was asked and was not reached, or nothing."""
+    """Return the acceptance criteria that are not met."""
     if "failed" in result:
         return "failed"
     ratio, build = result["against_plain"], result["build"]

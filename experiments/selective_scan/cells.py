@@ -16,7 +16,7 @@ STEPS, WIDTH, BATCH, UNROLLED = 512, 512, 8, 32
 
 
 def over_steps(step: Callable, start: Any, x: jax.Array) -> jax.Array:
-    """What a step gives, for x of (batch, steps, features)."""
+    """Return the results of the steps, for x of (batch, steps, features)."""
     return lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""When a loop with matrix states gains by chunked matmuls, forward and differentiated, on this CPU.
+"""Gain of chunked matmuls for loops with matrix states, forward and differentiated, on this CPU.
 
 Times gated linear attention as written, in chunks, and as `sym_optimize` decides, for the rates
 that `symjax_rewrite.pallas_kernels.matrix_scan` decides by.

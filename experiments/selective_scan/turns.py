@@ -1,4 +1,4 @@
-"""When one loop over the steps gains by states whose longest axis is innermost, on this CPU.
+"""Gain of loops over the steps by states whose longest axis is innermost, on this CPU.
 
 Times loops of many widths as written and in that form, and fits the rates of
 `symjax_rewrite.cost.profile_groups.StepLoops`.

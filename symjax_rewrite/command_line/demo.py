@@ -21,12 +21,12 @@ CALLS = 7  # timed calls of each program, in turn
 
 
 def lora(x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A layer with a low-rank adapter, as it is written in papers."""
+    """Return a layer with a low-rank adapter, as papers write it."""
     return x @ (w + a @ b)
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, as it is written in papers."""
+    """Return causal attention, as papers write it."""
     scores = jnp.einsum("hid,hjd->hij", q, k) / np.sqrt(q.shape[-1])
     visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     return jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v

@@ -1,8 +1,8 @@
 """Global value numbering: equal numbers for values that are computed in the same way.
 
 Two results of loops get one number if the slices of the loops that compute them are the same
-equations, whatever else the loops compute. Carries are named in the order in which a slice reads
-them, so that a program that JAX derives again can be recognised in a larger program.
+equations, regardless of the other values of the loops. Carries are named in the order in which a
+slice reads them, so that a program that JAX derives again can be recognised in a larger program.
 """
 
 from __future__ import annotations

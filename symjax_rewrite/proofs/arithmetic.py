@@ -68,7 +68,7 @@ class Law(NamedTuple):
     where: str
 
 
-# Of the algebra, the form, its branches with fresh names for bound indices: the form made again.
+# Of the algebra, the form, its branches with fresh names for bound indices: the form rebuilt.
 Builder = Callable[["Calculus", Form, list[Branch]], Poly]
 
 
@@ -76,7 +76,7 @@ Builder = Callable[["Calculus", Form, list[Branch]], Poly]
 class Calculus:
     """Normal forms of one proof.
 
-    builders: how a form of each kind is made again of its operands. laws: the applications so far.
+    builders: how a form of each kind is rebuilt from its operands. laws: the applications so far.
     where: the user's line on which the algebra works. most_laws: the budget. facts: about sizes.
     maxima_as_cases: True to write max(a, b) as b + [a > b]·(a − b). entries: inputs, with an axis
     of which single entries are read; None if loops are not unfolded and sums not opened.

@@ -10,6 +10,7 @@ from jax.experimental import checkify
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import CliffError
 from symjax_rewrite.testing.assertions import assert_no_intermediate
+from tests.programs import assert_close
 
 X = np.linspace(-1, 1, 4 * 256, dtype=np.float32).reshape(4, 256)
 W = np.cos(np.arange(256 * 320, dtype=np.float32)).reshape(256, 320) / 16
@@ -68,8 +69,8 @@ def nearest(x):
 
 
 @pytest.mark.parametrize("fun", [furthest, nearest], ids=lambda f: f.__name__)
-def test_the_largest_of_a_row_is_found_where_rows_are_made_again(fun):
-    """Pairs made again are rounded otherwise than in the fold: none may equal its maximum."""
+def test_extremum_of_recomputed_pairs_is_found(fun):
+    """Recomputed pairs are rounded differently than in the fold; none may equal its maximum."""
     x = np.random.default_rng(0).standard_normal((130, 8)).astype(np.float32)
     f = sym_optimize(fun, kernels="always")
     assert [r.taken for r in f.explain(x).routes if r.name == "fold"] == [True]
@@ -131,7 +132,7 @@ def test_both_ways_to_a_gradient_reach_equal_programs(name, one_device):
     outside = jax.jit(jax.value_and_grad(sym_optimize(fun), numbers))
     inside = sym_optimize(jax.value_and_grad(fun, numbers))
     plain = jax.jit(jax.value_and_grad(fun, numbers))
-    chex.assert_trees_all_close(outside(*args), plain(*args), rtol=2e-3, atol=2e-3)
+    assert_close(plain(*args), outside(*args), 5e-4, scaled=True)
     both = [f.lower(*args).compile() for f in (outside, inside)]
     costs = [flops(c) for c in both]
     memory = [m.temp_size_in_bytes for c in both if (m := c.memory_analysis()) is not None]
@@ -180,7 +181,7 @@ def test_a_plan_is_of_the_function_alone():
     np.testing.assert_allclose(ours, jax.grad(adapted)(X, W, A, B), rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_under_vmap_share_what_the_halves_keep():
+def test_gradients_under_vmap_share_residuals():
     """Both halves are batched as they run: what one keeps is what the other reads."""
     f = lambda w, x: jnp.sum(jnp.sin(attend(x, x @ w, x)))  # noqa: E731
     w, xs = draw(16, 16), draw(3, 64, 16)
@@ -192,7 +193,7 @@ def test_gradients_under_vmap_share_what_the_halves_keep():
         chex.assert_trees_all_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_results_that_nobody_differentiates_cost_nothing():
+def test_products_of_zero_cotangents_are_dropped():
     """A second result of an optimised function has a zero cotangent: no product reads it."""
 
     def two(x, w, a, b):

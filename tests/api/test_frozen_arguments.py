@@ -94,7 +94,7 @@ def test_frozen_acts_only_in_prepare():
     assert [r.name for r in report.rules] == ["lora"]
 
 
-def test_report_of_what_is_left():
+def test_report_of_the_remaining_program():
     prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
     assert prepared.explain(X).after.flops == 2 * 8 * 512 * 512
 

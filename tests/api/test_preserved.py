@@ -225,7 +225,7 @@ def equations(closed: Any) -> list[Any]:
     return out
 
 
-def test_name_scopes_and_source_lines_of_what_is_rewritten():
+def test_rewritten_operations_keep_name_scopes_and_source_lines():
     def f(x):
         with jax.named_scope("outer"):
             y = jnp.tanh(x)
@@ -430,7 +430,7 @@ def test_compensated_arithmetic_survives(name, choice):
             np.testing.assert_allclose(a, b, 1e-5)
 
 
-def test_a_primitive_of_others_may_carry_what_reads_from_outside():
+def test_foreign_primitive_may_close_over_outer_values():
     """Linear solvers keep an operator as an open jaxpr with constants, which was an exception."""
     weights = jnp.arange(12.0).reshape(3, 4)
     operator = jax.make_jaxpr(lambda v: weights @ v)(jnp.ones(4)).jaxpr

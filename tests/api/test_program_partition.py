@@ -14,7 +14,7 @@ X, Y = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), np.ones(8, np.flo
 
 
 def spread(x, y):
-    """A broadcast is made again from the sum that it spreads."""
+    """A broadcast is recomputed from its operand, a sum."""
     return jnp.broadcast_to(jnp.sin(x).sum(0), x.shape) * y
 
 
@@ -25,7 +25,7 @@ def chain(x, y):
 
 
 def masked(x, y):
-    """A mask is made again: it reads nothing."""
+    """A mask without operands is recomputed."""
     return jnp.where(lax.iota(np.int32, 8) < 3, jnp.exp(x), 0) * y
 
 

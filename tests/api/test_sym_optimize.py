@@ -253,7 +253,7 @@ def test_keep_takes_a_pytree():
     np.testing.assert_array_equal(got["a"], X)
 
 
-def test_disabled_traces_what_was_written():
+def test_disabled_traces_the_original():
     with disabled():
         inside = sym_optimize(chain).trace(M, M, V).jaxpr
     assert str(inside) == str(jax.make_jaxpr(chain)(M, M, V))
@@ -386,7 +386,7 @@ def test_rules_are_packs_names_of_packs_or_rules(rules):
     assert assert_optimized(sym_optimize(lora, rules=rules), X, W, A, B, uses="lora")
 
 
-def test_packs_that_are_joined_keep_what_they_leave_out():
+def test_joined_packs_keep_their_exclusions():
     less = packs.lora - "repeated_work"
     f = sym_optimize(lora, rules=[less, "locality"])
     assert f.remake.args[1].rules.without == ("repeated_work",)
@@ -419,7 +419,7 @@ def test_unmeasurable_programs_are_decided_by_the_model():
     assert report.rules
 
 
-def test_a_plan_replays_what_was_computed_once_for_copies():
+def test_plan_replays_shared_products():
     def f(x, w):
         return jnp.tile(x, (4, 1)) @ w
 

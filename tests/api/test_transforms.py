@@ -209,7 +209,7 @@ def test_derivatives_are_the_originals(name, transform):
 
 
 def test_the_functions_are_rewritten():
-    """Else the tables above would compare a program with itself."""
+    """The optimised program differs from the original, so that the tables compare two programs."""
     for name in ("lora", "chain", "looped", "safe_where", "custom_jvp", "trees"):
         assert sym_optimize(FUNCTIONS[name]).explain(X).rules, name
 
@@ -223,7 +223,7 @@ def test_symbolic_export():
 
 @pytest.mark.parametrize("transform", ["jit", "vmap", "scan", "cond", "checkpoint"])
 def test_no_tracer_leaks(transform):
-    """Nothing of a trace is kept: also inside of others, and while it is differentiated."""
+    """No tracer outlives its trace, nested in other transformations or differentiated."""
     f = sym_optimize(lora)
     with jax.checking_leaks():
         VALUES[transform](f)(X)
@@ -232,7 +232,7 @@ def test_no_tracer_leaks(transform):
 
 
 def test_debug_nans_finds_them():
-    """It complains where the original would, and only there."""
+    """The optimised function raises an error exactly where the original raises one."""
     f = sym_optimize(lambda x: jnp.log(lora(x)))
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError):

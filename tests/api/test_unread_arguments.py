@@ -96,7 +96,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_unread_arguments_are_no_parameters_of_what_is_transformed(name, transform):
+def test_transformed_program_has_no_unread_parameters(name, transform):
     f, count = PROGRAMS[name]
     args = X, W, A, B, MANY
     plain = TRANSFORMS[transform](f)

@@ -187,7 +187,7 @@ def test_look_alike_does_not_have_the_property(name: str) -> None:
 
 
 @pytest.mark.usefixtures("one_device")
-def test_finding_names_what_uses_it_and_the_gain() -> None:
+def test_finding_names_its_rule_and_gain() -> None:
     (found,) = audited(causal, *HEADS, device="h200").of("associativity")
     assert (found.used_by, found.taken) == ("fold", True)
     assert found.saved_s is not None and found.saved_s > 0
@@ -195,7 +195,7 @@ def test_finding_names_what_uses_it_and_the_gain() -> None:
 
 
 @pytest.mark.usefixtures("one_device")
-def test_finding_names_what_stands_in_the_way() -> None:
+def test_finding_names_its_obstacle() -> None:
     (found,) = audited(norm, *EXPECTED["a norm before a layer"][1]).of("separability")
     assert (found.used_by, found.taken) == ("norm_linear", False)
     assert "runs on GPUs" in found.reason
@@ -208,7 +208,7 @@ def test_property_that_nothing_uses_has_a_bound_of_the_gain() -> None:
     assert symmetric.saved_s == pytest.approx(0.5 * sum(p.seconds for p in found.parts))
 
 
-def test_gain_is_what_is_lost_without_the_rule() -> None:
+def test_gain_equals_the_loss_without_the_rule() -> None:
     fun, args, _ = EXPECTED["a low-rank adapter"]
     found = audited(fun, *args)
     assert found.before_s is not None and found.after_s is not None

@@ -52,13 +52,13 @@ def test_cliff_names_line_form_ratio_and_remedy(wrap: Any) -> None:
     assert "@sym_optimize" in str(error.remedy)
 
 
-def test_what_is_emitted_counts() -> None:
+def test_guard_judges_the_emitted_program() -> None:
     assert guard(sym_optimize(lora), *LORA, device="cpu").regret == 1.0
     with pytest.raises(errors.CliffError, match="leave out rules= and kernels="):
         guard(sym_optimize(lora, rules=()), *LORA, device="cpu")
 
 
-def test_form_of_a_loop_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_form_of_a_loop_names_its_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     use_on_cpu(monkeypatch, loops={"hoists_invariants": False})
 
     def recurrent(w: Any, u: Any, xs: Any) -> Any:

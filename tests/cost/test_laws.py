@@ -44,7 +44,7 @@ def rewritten(fun: Any, *shapes: tuple[int, ...]) -> Any:
         (lambda a, b: jnp.sin((a[:, None] * b[None]).T), ((8,), (4,))),
     ],
 )
-def test_what_products_fold_is_no_copy(fun: Any, shapes: Any) -> None:
+def test_transposition_folded_into_a_product_is_no_copy(fun: Any, shapes: Any) -> None:
     assert copies(fun, *shapes) == 0
 
 
@@ -62,7 +62,7 @@ def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
     assert copies(fun, *shapes) == pytest.approx(elements)
 
 
-def test_a_result_read_across_its_rows_is_dearer_than_an_array_in_another_order() -> None:
+def test_reading_across_rows_costs_more_than_a_reordered_array() -> None:
     rows = copies(lambda a, b: jnp.sin((a @ b).reshape(8, 3, 64).swapaxes(0, 1)), (8, 4), (4, 192))
     across = copies(lambda a, b: jnp.sin((a @ b).T), (8, 4), (4, 192))
     assert rows == pytest.approx(8 * 192) and across > 2 * rows

@@ -100,7 +100,7 @@ def test_parts_are_removed_and_sizes_halved() -> None:
     assert any(p.lines == program.lines and p.sizes != program.sizes for p in smaller)
 
 
-def test_shrinking_keeps_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrinking_keeps_a_slow_program_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow is what multiplies by a mask and has 100 rows; nothing else is left."""
 
     def measure(function: Any, specs: Any, arguments: Any, *_: Any, **__: Any) -> dict[str, Any]:

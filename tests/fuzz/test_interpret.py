@@ -11,7 +11,7 @@ from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 16))
-def test_interpreter_computes_what_xla_does(seed):
+def test_interpreter_agrees_with_xla(seed):
     program, _ = case(seed)
     args = program.arguments(1)
     closed = jax.make_jaxpr(program.function())(*args)

@@ -14,7 +14,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, LEAF, Node, Ref
 OPERANDS = {"d": ["b", "c"], "b": ["a"], "c": ["a"], "a": [], "e": []}
 
 
-def test_cone_holds_what_roots_are_computed_from() -> None:
+def test_cone_holds_the_operands_of_its_roots() -> None:
     assert dataflow.cone(["d"], OPERANDS.__getitem__) == {"a", "b", "c", "d"}
     assert dataflow.cone(["d", "e"], OPERANDS.__getitem__, {"b", "e"}) == {"a", "c", "d"}
 

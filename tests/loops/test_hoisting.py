@@ -391,7 +391,7 @@ def test_products_of_small_floats_may_leave_a_loop(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["xs", "fori"])
-def test_a_loop_of_a_named_length_gives_up_what_does_not_change(name):
+def test_invariants_leave_a_loop_of_symbolic_length(name):
     """`lax.scan` refuses a length that is a name (InconclusiveDimensionOperation)."""
     n = jax.export.symbolic_shape("n")[0]
 

@@ -1,4 +1,4 @@
-"""Loops that keep states for a gradient: made again in blocks, with the same values."""
+"""Loops that keep states for a gradient recompute them in blocks, with the same values."""
 
 import functools
 from typing import Any
@@ -100,7 +100,7 @@ check = functools.partial(assert_close, tol=1e-4)
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes: blocks are taken."""
+    """Take blocks at all sizes."""
     monkeypatch.setattr(rematerialization, "_pays", lambda *_: True)
 
 

@@ -152,7 +152,7 @@ def test_gradients_of_many_scans_at_once_keep_no_states():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_a_scan_is_transposed_in_what_it_is_linear_in(transform):
+def test_scan_is_transposed_in_its_linear_operands(transform):
     run, definition, (x, *rest) = KERNELS["selective_scan"]
     given = jax.jit(definition)(x, *rest)
     (got,) = jax.linear_transpose(transform(lambda x: run(x, *rest)), x)(given)

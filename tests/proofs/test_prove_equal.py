@@ -156,7 +156,7 @@ def test_difference_at_one_size_alone_is_found() -> None:
     assert found.sizes["n"] != found.sizes["d"]
 
 
-def test_unknown_tells_both_normal_forms_and_what_remains() -> None:
+def test_unknown_gives_both_normal_forms_and_their_difference() -> None:
     found = prove_equal(lambda x: jnp.fft.ifft(jnp.fft.fft(x)).real, lambda x: x, "f32[8]")
     assert isinstance(found, Unknown)
     assert "fft" in found.left[0]

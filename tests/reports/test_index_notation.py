@@ -122,7 +122,7 @@ def test_every_rewrite_has_a_derivation(name):
 
 
 def test_sides_of_a_gradient_agree_with_the_derivation():
-    """What a derivation opens is written in full; what it leaves alone is a name of the program."""
+    """Terms that a derivation opens are written in full; other terms are names of the program."""
     report = report_of("gradient")
     texts = {s.after for c in report.changes for s in report.details.steps(c)}
     assert any("(Σ_j x[i,j]·p₀[j,k]) + Σ_m (Σ_l x[i,l]·p₁[l,m])·p₂[m,k]" in t for t in texts)

@@ -183,7 +183,7 @@ SEEDS = [1, 2, 3, 5, *(pytest.param(k, marks=pytest.mark.slow) for k in range(10
 
 @pytest.mark.filterwarnings("ignore")  # programs of the fuzzer may be unwise
 @pytest.mark.parametrize("seed", SEEDS)
-def test_reports_of_programs_nobody_thought_of(seed):
+def test_reports_of_random_programs(seed):
     made, mode = case(seed)
     args = [jnp.ones(s.shape, s.dtype) for s in made.specs()]
     try:

@@ -1,4 +1,4 @@
-"""What XLA's fusions compute slowly is stored, with the same values; all else stays."""
+"""Values that XLA's fusions compute slowly are stored and stay equal; others are not stored."""
 
 from collections.abc import Callable
 from typing import Any

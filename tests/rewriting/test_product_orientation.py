@@ -182,7 +182,7 @@ def test_it_can_be_switched_off(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FIRES)
-def test_what_was_turned_stays(name: str) -> None:
+def test_oriented_products_are_a_fixed_point(name: str) -> None:
     fun, *args = FIRES[name]
     closed = sym_optimize(fun, device="cpu").explain(*args).after.jaxpr
 

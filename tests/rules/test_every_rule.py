@@ -47,7 +47,7 @@ def test_lemma_kept_as_documentation_is_true(name):
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda p: p.name)
 def test_all_rules_together(specimen):
-    """Whatever the rules make of each other's forms has the same value."""
+    """Forms that rules derive from each other's forms have the same value."""
     patterns = tuple(compile_lemma(x) for x in packs.default.lemmas)
     for dtype in ("float64", "int32"):
         if not specimen.takes(dtype):

@@ -80,7 +80,7 @@ class Cluster:
 
     light: classes computed from index numbers and tests alone that some reduction reduces directly.
     seconds: predicted, of its terms as written and of the folds that replace them. by_size: True if
-    it is refused for its price at named sizes. memory: a clause on the memory that it spares.
+    it is refused for its price at named sizes. memory: a clause on the memory that it saves.
     """
 
     members: list[ClusterMember] = field(default_factory=list)

@@ -34,7 +34,7 @@ MOST_DOUBLINGS = 12  # of one size, to find the number of pairs from which folds
 class Comparison(NamedTuple):
     """Predicted seconds of pairwise terms as written and as folds, at one sample of the sizes.
 
-    pairs: of the fold with fewest. spared: bytes of the terms in memory. reordered: another order
+    pairs: of the fold with fewest. saved: bytes of the terms in memory. reordered: another order
     of the products costs less.
     """
 
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
     before_s: float
     after_s: float
     pairs: int
-    spared: float
+    saved: float
     reordered: bool
 
     def place(self) -> str:
@@ -51,11 +51,11 @@ class Comparison(NamedTuple):
 
     def pays(self, device: Device) -> bool:
         """Return True if the folds are predicted enough faster."""
-        return margins.pays(self.before_s, self.after_s, "fold", device, self.spared)
+        return margins.pays(self.before_s, self.after_s, "fold", device, self.saved)
 
     def loses(self, device: Device) -> bool:
         """Return True if the folds are predicted slower."""
-        return not margins.pays(self.before_s, self.after_s, "even", device, self.spared)
+        return not margins.pays(self.before_s, self.after_s, "even", device, self.saved)
 
 
 class Comparisons:
@@ -72,11 +72,11 @@ class Comparisons:
         with t.at(sample):
             routes = [at_sample(r, t) for r in self.folds]
             reordered = reorders(t, self.cluster, routes, device)
-            before, after, spared = compared(t, self.cluster, routes, device)
+            before, after, saved = compared(t, self.cluster, routes, device)
             if all(r.spec.named and xla_blocks(r.spec).steps(r.spec) == 1 for r in routes):
                 after = before  # one block holds all pairs: the operations are those written
             pairs = min(math.prod((*r.spec.batch_shape, r.spec.rows, r.spec.cols)) for r in routes)
-        return Comparison(sample, before, after, pairs, spared, reordered)
+        return Comparison(sample, before, after, pairs, saved, reordered)
 
     def few(self, found: Sequence[Comparison]) -> int:
         """Return the number of pairs up to which folds lose; 0 if they lose nowhere."""

@@ -233,7 +233,7 @@ class _FoldSelection:
         compare = Comparisons(t, cluster, folds, self.device)
         found = [compare.at(sample) for sample in self.samples]
         cluster.seconds = found[0].before_s, found[0].after_s
-        cluster.memory = margins.memory_note(found[0].spared, self.device)
+        cluster.memory = margins.memory_note(found[0].saved, self.device)
         if any(c.reordered for c in found):
             return Obstacle.CONFLICT(
                 "another order of the product costs less and makes no pairwise term"
@@ -244,7 +244,7 @@ class _FoldSelection:
             return ""
         pays = any(c.pays(self.device) for c in found)
         cluster.by_size = bool(t.dim_env) and (pays or not self.narrow)
-        least = min(margins.margin("fold", self.device, c.spared) for c in found)
+        least = min(margins.margin("fold", self.device, c.saved) for c in found)
         gain = max(c.before_s / c.after_s for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
         return Obstacle.COST(

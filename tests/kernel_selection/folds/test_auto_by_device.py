@@ -1,4 +1,4 @@
-"""What `kernels="auto"` takes of attention on GPUs, by their profiles; no GPU is needed."""
+"""Attention kernels that `kernels="auto"` takes on GPUs, by their profiles; no GPU is needed."""
 
 import math
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def test_where_memory_is_short_loops_are_taken():
 
 
 @pytest.mark.parametrize("device", KERNELS)
-def test_decoding_moves_what_it_must(device):
+def test_decoding_costs_no_more_than_written(device):
     """One query over a filled cache is bound by the cache's bytes; a kernel spares launches."""
     q, k, v = (jax.ShapeDtypeStruct((B, H, t, 128), jnp.bfloat16) for t in (1, T, T))
     routes, count, report = folds(attention(causal=False), (q, k, v), device)

@@ -146,7 +146,7 @@ def test_no_pairs_of_floats_in_a_training_step(bias):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("bias", [t5, clipped_distance, one_hot], ids=lambda f: f.__name__)
-def test_the_gradient_of_what_is_optimised(bias):
+def test_gradient_of_an_optimised_program(bias):
     step = jax.grad(sym_optimize(loss_of(bias), kernels="always"), argnums=(0, 1))
     plain = jax.grad(loss_of(bias), argnums=(0, 1))
     assert_equivalent(step, jax.jit(plain), *operands(), rtol=3e-5)

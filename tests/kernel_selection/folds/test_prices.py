@@ -40,7 +40,7 @@ def adapter(x, w, a, b, g):
 
 
 @pytest.mark.parametrize("fun", [residual, residual_by_rows, absolute_residual])
-def test_what_xla_streams_itself_is_no_fold(fun):
+def test_reduction_fused_by_xla_is_no_fold(fun):
     assert not takes_fold(fun, (4096, 4096), (4096, 32), (4096, 32))
 
 

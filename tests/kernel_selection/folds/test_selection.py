@@ -268,7 +268,7 @@ def test_gathered_score_of_a_single_row_is_unchanged():
 
 
 def test_pairs_are_not_made_twice():
-    """Otherwise scores are rounded in two ways: weights by the one, divided by the other's sum."""
+    """Weights and their sum are computed from scores that are rounded in the same way."""
 
     def f(x, y):
         v = jax.nn.softmax(x @ x.T / jnp.sqrt(3.0)) @ x

@@ -99,7 +99,7 @@ def test_gradients_hold_no_pairs(name):
 
 
 @pytest.mark.parametrize("name", ["top-k", "of differences", "batched", "sorted"])
-def test_gradients_of_what_is_optimised_hold_no_pairs(name):
+def test_gradients_of_optimised_programs_hold_no_pairs(name):
     fun = LOSSES[name]
     grad = jax.grad(sym_optimize(fun, kernels="always"), (0, 1))
     assert_no_intermediate(grad, X, Y, elements=N * M // (3 if name == "batched" else 1))

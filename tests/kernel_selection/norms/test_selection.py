@@ -451,7 +451,7 @@ def test_f16_weights_are_not_scaled():
     np.testing.assert_array_equal(prepared(x), jax.jit(f)(x, g, w))
 
 
-def test_values_centred_twice_subtract_what_their_mean_was_rounded_by():
+def test_second_centring_subtracts_the_rounding_of_the_mean():
     """A sum of centred values was taken for 0, and the far rows of x multiplied what it was."""
     x, w = (np.asarray(a + draw(s), np.float32) for a, s in ((1e4, (7, 6)), (1, (6, 6))))
     mode = Mode("in_second", "model", kernels="always")

@@ -287,7 +287,7 @@ SCALED = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_loops_that_divide_by_what_turns_out_zero(name):
+def test_loops_that_divide_by_zero(name):
     """The carry plus nothing, divided by zero, was infinite plus 0/0."""
 
     def f(x, d):

@@ -1,4 +1,4 @@
-"""What XLA compiles on a CPU for folds of elementwise terms."""
+"""Loops that XLA compiles on a CPU for folds of elementwise terms."""
 
 import re
 

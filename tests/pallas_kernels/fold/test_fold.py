@@ -284,7 +284,7 @@ def test_malformed_fold_spec_is_refused(changes):
         replace(spec, **changes)
 
 
-def test_specs_are_hashed_by_what_they_say():
+def test_equal_specs_have_equal_hashes():
     a = Attention(1, 32, 32, 1, 16)
     assert forward(a) == forward(a)
     assert hash(forward(a)) == hash(forward(a))

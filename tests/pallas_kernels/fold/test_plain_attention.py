@@ -227,7 +227,7 @@ def test_plain_attention_is_found(name: str, dtype: str, folds: Any, monkeypatch
 
 
 @pytest.mark.parametrize("name", LIKE)
-def test_what_only_looks_like_it_is_not(name: str, folds: Any, on_gpu: None) -> None:
+def test_lookalike_is_no_plain_attention(name: str, folds: Any, on_gpu: None) -> None:
     for spec in folds(LIKE[name], *avals()):
         assert not cudnn.supports(spec), plain_attention(spec)
 

@@ -150,7 +150,7 @@ def test_auto_takes_it_where_it_is_measured_and_faster(device, name, monkeypatch
             assert seconds_on_gpu(SELECTIVE, device) == seconds
 
 
-def test_auto_never_takes_what_is_not_installed(monkeypatch):
+def test_auto_takes_installed_backends_only(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with planning_for(measured("h200", 1.0)):
         assert getattr(cuda_backend(SELECTIVE), "name", None) == "triton"
