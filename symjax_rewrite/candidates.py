@@ -67,11 +67,12 @@ class Candidate:
     as written and of the alternative; None if the pass has compared the costs itself. key: its
     identifier in a plan. group: identifier of equal candidates at several places, which are priced
     as one. share: True if it must gain a share of the whole program's time. leaves_copies: True if
-    its price leaves out transposed copies that its equations need. hidden: values that
-    must be dead afterwards. count: number of places it represents. also: reasons and lines of
-    further parts, taken together with the first. repeated_s: seconds of work repeated for copies of
-    an operand, which no term counts. bodies: results of the bodies of loops and branches in it,
-    with their trip counts.
+    its price leaves out transposed copies that its equations need. short: the reason why its price
+    alone gains too little, so that it is taken only where transposed copies go with it. hidden:
+    values that must be dead afterwards. count: number of places it represents. also: reasons and
+    lines of further parts, taken together with the first. repeated_s: seconds of work repeated for
+    copies of an operand, which no term counts. bodies: results of the bodies of loops and branches
+    in it, with their trip counts.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Candidate:
     group: object = None
     share: bool = False
     leaves_copies: bool = False
+    short: str = ""
     hidden: frozenset[int] = frozenset()
     count: int = 1
     also: tuple[tuple[str, str], ...] = ()

@@ -7,7 +7,7 @@ device's memory that it saves (`cost.margins.margin`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Refusal
@@ -38,13 +38,17 @@ def chosen(
         refused.extend(Refusal(c.name, reason, c.where, c.count, c.ratio) for c in faulty)
         left = [c for c in left if c not in faulty]
 
-    unwanted = [c for c in found if not (context.admits(c) and context.selects(c, program))]
+    staged: Staged = {}
+    spared = _spared(program, found, device, staged)
+    for c in found:
+        if c.short and _group(c) not in spared:
+            refuse([c], c.short)
+    unwanted = [c for c in left if not (context.admits(c) and context.selects(c, program))]
     refuse(unwanted, Obstacle.CONFLICT("not admitted"))
     least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
     reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
-    refuse(_small(program, left, context), reason)
+    refuse(_small(program, left, context, spared), reason)
     reason = Obstacle.COST("its transposed copies take as long as it saves")
-    staged: Staged = {}
     refuse(_copying(program, left, device, staged), reason)
     reason = Obstacle.CONFLICT("an earlier candidate computes the same values")
     refuse(_repeated(left), reason)
@@ -65,20 +69,55 @@ def chosen(
     return program, [], refused
 
 
-def _small(program: Program, found: Sequence[Candidate], context: Context) -> list[Candidate]:
-    """Return the candidates that gain too small a share of the whole program's time."""
+def _group(c: Candidate) -> object:
+    return c.group or id(c)
+
+
+def _spared(
+    program: Program, found: Sequence[Candidate], device: Device, staged: Staged
+) -> dict[object, float]:
+    """Return by group the seconds of the transposed copies that go with candidates.
+
+    The groups are those of candidates that gain too little by themselves, and enough beside these.
+    """
+    groups: dict[object, list[Candidate]] = defaultdict(list)
+    for c in found:
+        if c.short:
+            groups[_group(c)].append(c)
+    before = transposed_seconds(program, device) if groups else 0.0
+    spared: dict[object, float] = {}
+    for key, members in groups.items():
+        if not margins.pays_beside(members, -before, device):  # not even without all copies
+            continue
+        try:
+            made = replaced(program, [p for c in members for p in c.parts], staged)
+        except ConflictError:
+            continue
+        gone = before - transposed_seconds(made, device)
+        if margins.pays_beside(members, -gone, device):
+            spared[key] = gone
+    return spared
+
+
+def _small(
+    program: Program, found: Sequence[Candidate], context: Context, spared: Mapping[object, float]
+) -> list[Candidate]:
+    """Return the candidates that gain too small a share of the whole program's time.
+
+    spared: by group, seconds that candidates save beside their prices.
+    """
     if not any(c.share for c in found):
         return []
-    gains: dict[object, float] = defaultdict(float)
+    gains: dict[object, float] = defaultdict(float, spared)
     for c in found:
-        gains[c.group or id(c)] += c.saved_s
+        gains[_group(c)] += c.saved_s
     device = context.device
     inside = [e.eqn for e in program.equations if jax_internals.bodies(e.eqn)]  # in no term's price
     whole = context.terms(program).seconds + sum(equation_seconds(e, device) for e in inside)
     whole += context.call_s
 
     def little(c: Candidate) -> bool:
-        return not margins.gains_share(gains[c.group or id(c)], whole, "program", device)
+        return not margins.gains_share(gains[_group(c)], whole, "program", device)
 
     return [c for c in found if c.share and little(c)]
 
@@ -101,7 +140,7 @@ def _copying(
 
     if added(unpriced) <= 0:
         return []
-    return [c for c in unpriced if not margins.pays_beside(c.before, c.after, added([c]), device)]
+    return [c for c in unpriced if not margins.pays_beside([c], added([c]), device)]
 
 
 def _repeated(found: Sequence[Candidate]) -> list[Candidate]:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import Options, packs, policy
-from symjax_rewrite.candidates import Candidate
+from symjax_rewrite.candidates import Candidate, Replacement
 from symjax_rewrite.codegen.emission import run
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.cost.term_cost import Cost
+from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.optimizer import Optimiser
 
@@ -139,3 +140,33 @@ def test_a_part_is_staged_out_once(chain):
     found = Candidate("copied", (part,), before=costs[0], after=costs[1], leaves_copies=True)
     assert taken(program, found)[1] == ["copied"]
     assert Counted.runs == 1
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_small_gain_counts_with_the_transposed_copies_that_go_with_it(turned):
+    """A product whose result is transposed is refused for its price alone, and written turned."""
+
+    def fun(a, b):
+        c = jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+        return jnp.exp(c.T if turned else c + 1)
+
+    shapes = jax.ShapeDtypeStruct((2000, 8), "float32"), jax.ShapeDtypeStruct((8, 500), "float32")
+    program = flatten(jax.make_jaxpr(fun)(*shapes))
+    last = program.equations[-2]  # what exp reads
+    other = Replacement(last.outvals, program.inputs, lambda a, b: b.T @ a.T if turned else a @ b)
+    costs = Cost(seconds=1.1e-3), Cost(seconds=1e-3)
+    found = Candidate("turned", (other,), before=costs[0], after=costs[1], short="gains too little")
+    _, names, refused = taken(program, found)
+    assert names == (["turned"] if turned else [])
+    assert refused == ([] if turned else ["turned"])
+
+
+def test_what_a_transposed_value_is_computed_from_is_moved_once():
+    """A chain reads one product several times; the transposed chain reads one copy of it."""
+
+    def seconds(chain):
+        made = jax.make_jaxpr(lambda a, b: jnp.exp(chain(a @ b).T))(jnp.ones((900, 8)), b)
+        return transposed_seconds(flatten(made), CPU)
+
+    b = jnp.ones((8, 700))
+    assert seconds(lambda c: c * jnp.sin(c) + c) == seconds(lambda c: c) > 0

@@ -6,12 +6,23 @@ No other module compares the prices of two forms with a margin.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import Kind
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.obstacles import Obstacle
+
+
+class Priced(Protocol):
+    """A candidate with its prices. short: the reason why it gains too little by itself, or ""."""
+
+    @property
+    def before(self) -> Cost | None: ...
+    @property
+    def after(self) -> Cost | None: ...
+    @property
+    def short(self) -> str: ...
 
 
 def pays(
@@ -67,11 +78,17 @@ def memory_note(saved_bytes: float, device: Device) -> str:
     return f", and {percent}% of the memory is saved" if percent else ""
 
 
-def pays_beside(before: Cost | None, after: Cost | None, added_s: float, device: Device) -> bool:
-    """Return True if a form dominates or is enough faster with some seconds beside its price."""
-    if before is None or after is None or added_s <= 0:
-        return True
-    return pays(before.seconds, after.seconds + added_s, "dominating", device)
+def pays_beside(found: Sequence[Priced], added_s: float, device: Device) -> bool:
+    """Return True if forms are enough faster with the seconds that they add beside their prices.
+
+    Seconds that they take away are negative. They count for forms that gain too little without
+    them, and must be gained with the margin of a rewrite.
+    """
+    before_s = sum(c.before.seconds for c in found if c.before) + max(-added_s, 0.0)
+    after_s = sum(c.after.seconds for c in found if c.after) + max(added_s, 0.0)
+    if any(c.short for c in found):
+        return pays(before_s, after_s, "rewrite", device)
+    return added_s <= 0 or pays(before_s, after_s, "dominating", device)
 
 
 def gains_share(

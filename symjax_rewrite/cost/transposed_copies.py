@@ -7,12 +7,12 @@ computes elementwise functions where they are read: what a copy moves are the ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -65,35 +65,54 @@ class _Copies:
     layouts: ProductLayouts
 
     def of(self, v: object, aval: Any, order: Sequence[int], is_operand: bool = False) -> float:
-        """Return the seconds to move what a value is computed from in memory; 0 if in order."""
-        shape = aval.shape
-        if not all(isinstance(n, int) for n in shape):
-            return 0.0
-        long = [k for k in order if shape[k] != 1]
-        maker = self.makers.get(v) if isinstance(v, int) else None
-        if maker is not None and maker.name == "transpose":
-            order = [maker.eqn.params["permutation"][k] for k in order]
-            return self._through(maker, order, is_operand)
-        if long == sorted(long):
-            return 0.0
-        is_stored = is_operand and v in self.shared
-        if maker is not None and not is_stored and maker.name in ELEMENTWISE:
-            return self._through(maker, order, is_operand)
-        if maker is not None and not is_stored and maker.name == "broadcast_in_dim":
-            axes = maker.eqn.params["broadcast_dimensions"]
-            return self._through(maker, [axes.index(k) for k in order if k in axes], is_operand)
-        is_result = maker is not None and maker.name == "dot_general" and not is_operand
-        across = is_result and long[-1] != max(long)
-        rate = self.layouts.result_s if across else self.layouts.copy_s
-        elements = math.prod(shape)
-        return elements * rate + self.device.page_seconds(elements * aval.dtype.itemsize)
+        """Return the seconds to move what a value is computed from in memory; 0 if in order.
 
-    def _through(self, maker: Equation, order: Sequence[int], is_operand: bool) -> float:
-        """Return the seconds for what a value is computed from where it is read."""
-        read = {
-            r: x.aval
-            for r, x in zip(maker.invals, maker.eqn.invars, strict=True)
-            if isinstance(r, int)
-        }
-        whole = [(r, aval) for r, aval in read.items() if getattr(aval, "ndim", 0) == len(order)]
-        return sum(self.of(r, aval, order, is_operand) for r, aval in whole)
+        What it is computed from in several ways is moved once.
+        """
+        seconds, seen = 0.0, set()
+        stack: list[tuple[object, Any, tuple[int, ...]]] = [(v, aval, tuple(order))]
+        for v, aval, order in stack:
+            if (v, order) in seen or not all(isinstance(n, int) for n in aval.shape):
+                continue
+            seen.add((v, order))
+            maker = self.makers.get(v) if isinstance(v, int) else None
+            long = [k for k in order if aval.shape[k] != 1]
+            in_order = long == sorted(long)
+            inner = self._inner_order(v, maker, order, in_order, is_operand)
+            if inner is not None and maker is not None:
+                stack += [(r, x, inner) for r, x in _whole(maker, len(inner))]
+            elif not in_order:
+                is_result = maker is not None and maker.name == "dot_general" and not is_operand
+                across = is_result and long[-1] != max(long)
+                rate = self.layouts.result_s if across else self.layouts.copy_s
+                seconds += aval.size * rate
+                seconds += self.device.page_seconds(aval.size * aval.dtype.itemsize)
+        return seconds
+
+    def _inner_order(
+        self,
+        v: object,
+        maker: Equation | None,
+        order: tuple[int, ...],
+        in_order: bool,
+        is_operand: bool,
+    ) -> tuple[int, ...] | None:
+        """Return the order in which a value is read where it is used; None if it is stored."""
+        if maker is None:
+            return None
+        if maker.name == "transpose":
+            return tuple([maker.eqn.params["permutation"][k] for k in order])
+        if in_order or (is_operand and v in self.shared):
+            return None
+        if maker.name in ELEMENTWISE:
+            return order
+        if maker.name == "broadcast_in_dim":
+            axes = maker.eqn.params["broadcast_dimensions"]
+            return tuple([axes.index(k) for k in order if k in axes])
+        return None
+
+
+def _whole(maker: Equation, axes: int) -> list[tuple[int, Any]]:
+    """Return the values of so many axes that an equation reads."""
+    read = zip(maker.invals, maker.eqn.invars, strict=True)
+    return [(r, x.aval) for r, x in read if isinstance(r, int) and len(shape_of(x)) == axes]

@@ -64,7 +64,8 @@ def saved_by_rules(
     solver = Solver(context, terms)
     for region in _regions(terms, bool(context.frozen)):
         inside = by_class.keys() & set(region.classes)
-        if inside and (solution := solver.solve(region)).changed:
+        solution = solver.solve(region) if inside else None
+        if solution is not None and solution.changed and not solution.declined:
             computed = set().union(*(by_class[c] for c in inside))
             yield computed, solution.before.seconds - solution.after.seconds
 
@@ -144,6 +145,7 @@ def _found(
         group=digest,
         share=not terms.known,
         leaves_copies=True,
+        short=s.declined,
     )
 
 

@@ -13,7 +13,7 @@ from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.sizes import Dim, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
-from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.options import log
 from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.extraction import (
@@ -34,9 +34,9 @@ class Solution:
     """A region solved once, for every place of the program that has the same key.
 
     to: number of a class in the key to e-graph reference, over the key's slots. changed: classes
-    computed by another node. declined: the reason why a cheaper form was not taken. rows: of the
-    region's key. crossovers: costs as written and of another form, of forms that are cheaper for
-    some sizes only.
+    computed by another node; none if the region stays as written whatever its surroundings.
+    declined: the reason why a cheaper form does not pay by itself. rows: of the region's key.
+    crossovers: costs as written and of another form, of forms that are cheaper for some sizes only.
     """
 
     g: EGraph
@@ -146,9 +146,10 @@ class Solver:
             priced = [*zip(models, before, strict=True)]
             best, crossovers = self._symbolic(g, roots, found, priced, frozen)
         log("cost", "%s (%s)", best.reason, stop)
-        changed = _changed(g, best, roots, region, to) if best.taken else []
         b, a = best.before.seconds, best.after.seconds
         gains = b > 0 and margins.pays(b, a, "told", self.context.device)
+        is_short = gains and obstacle_of(best.reason) is Obstacle.COST
+        changed = _changed(g, best, roots, region, to) if best.taken or is_short else []
         return Solution(
             g,
             {region.local[c]: region.in_key(c, ref) for c, ref in to.items()},
