@@ -14,7 +14,7 @@ from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
-from symjax_rewrite.cost.transposed_copies import transposed_seconds
+from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
 from symjax_rewrite.obstacles import Obstacle
@@ -79,14 +79,15 @@ def _spared(
     """Return by group the seconds of the transposed copies that go with candidates.
 
     The groups are those of candidates that gain too little by themselves, and enough beside these.
+    Small copies say nothing: calls of a small program differ by more.
     """
     groups: dict[object, list[Candidate]] = defaultdict(list)
     for c in found:
         if c.short:
             groups[_group(c)].append(c)
     before = transposed_seconds(program, device) if groups else 0.0
-    spared: dict[object, float] = {}
-    for key, members in groups.items():
+    least, spared = least_copy_seconds(device), {}
+    for key, members in groups.items() if before > least else ():
         if not margins.pays_beside(members, -before, device):  # not even without all copies
             continue
         try:
@@ -94,7 +95,7 @@ def _spared(
         except ConflictError:
             continue
         gone = before - transposed_seconds(made, device)
-        if margins.pays_beside(members, -gone, device):
+        if gone > least and margins.pays_beside(members, -gone, device):
             spared[key] = gone
     return spared
 

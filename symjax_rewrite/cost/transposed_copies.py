@@ -43,6 +43,12 @@ def transposed_seconds(program: Program, device: Device) -> float:
     return seconds
 
 
+def least_copy_seconds(device: Device) -> float:
+    """Return the seconds of the largest copy that is too small for a decision."""
+    facts = device.layouts
+    return 0.0 if facts is None else facts.least_elements * facts.copy_s
+
+
 def _operand(e: Equation, side: int, copies: _Copies) -> float:
     """Return the seconds of the copy of an operand that a product needs."""
     summed, batch = (both[side] for both in e.eqn.params["dimension_numbers"])
