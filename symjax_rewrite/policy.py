@@ -39,15 +39,15 @@ def chosen(
         left = [c for c in left if c not in faulty]
 
     staged: Staged = {}
-    spared = _spared(program, found, device, staged)
+    removed = _removed_copies(program, found, device, staged)
     for c in found:
-        if c.short and _group(c) not in spared:
+        if c.short and _group(c) not in removed:
             refuse([c], c.short)
     unwanted = [c for c in left if not (context.admits(c) and context.selects(c, program))]
     refuse(unwanted, Obstacle.CONFLICT("not admitted"))
     least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
     reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
-    refuse(_small(program, left, context, spared), reason)
+    refuse(_small(program, left, context, removed), reason)
     reason = Obstacle.COST("its transposed copies take as long as it saves")
     refuse(_copying(program, left, device, staged), reason)
     reason = Obstacle.CONFLICT("an earlier candidate computes the same values")
@@ -73,7 +73,7 @@ def _group(c: Candidate) -> object:
     return c.group or id(c)
 
 
-def _spared(
+def _removed_copies(
     program: Program, found: Sequence[Candidate], device: Device, staged: Staged
 ) -> dict[object, float]:
     """Return by group the seconds of the transposed copies that go with candidates.
@@ -86,7 +86,7 @@ def _spared(
         if c.short:
             groups[_group(c)].append(c)
     before = transposed_seconds(program, device) if groups else 0.0
-    least, spared = least_copy_seconds(device), {}
+    least, removed = least_copy_seconds(device), {}
     for key, members in groups.items() if before > least else ():
         if not margins.pays_beside(members, -before, device):  # not even without all copies
             continue
@@ -96,20 +96,20 @@ def _spared(
             continue
         gone = before - transposed_seconds(made, device)
         if gone > least and margins.pays_beside(members, -gone, device):
-            spared[key] = gone
-    return spared
+            removed[key] = gone
+    return removed
 
 
 def _small(
-    program: Program, found: Sequence[Candidate], context: Context, spared: Mapping[object, float]
+    program: Program, found: Sequence[Candidate], context: Context, removed: Mapping[object, float]
 ) -> list[Candidate]:
     """Return the candidates that gain too small a share of the whole program's time.
 
-    spared: by group, seconds that candidates save beside their prices.
+    removed: by group, seconds that candidates save beside their prices.
     """
     if not any(c.share for c in found):
         return []
-    gains: dict[object, float] = defaultdict(float, spared)
+    gains: dict[object, float] = defaultdict(float, removed)
     for c in found:
         gains[_group(c)] += c.saved_s
     device = context.device
