@@ -27,6 +27,7 @@ SEEDS = {  # of random programs, and what went wrong
     8001498: "cotangents were added in the order of a jit, as under `jax.jit`, not of the program",
     12000924: "rows were added up at keys, and taken for pairs with one row",
     12002346: "beside a tie a cast to bfloat16 fell the other way, as it may",
+    18002731: "a row of named length was sorted by `top_k` as a reduction to that many entries",
     130006642: "a slice of a slice of a constant had no axes to compose",
     132000372: "the largest entry of a product was read as that of a sum over its slots",
     91827369: "a sum was opened inside itself, without end",

@@ -167,6 +167,9 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
         return _by_key(t, keyed) if found.bound else None
     if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
         return None
+    places = e.eqn.params["k"] if e.name == "top_k" else 0
+    if not isinstance(places, int):
+        return None  # a symbolic size: no kernel keeps a number of entries that is not known
     output = t.made_by[cls][1]
     v, out, is_top_k = e.invals[0], e.outvals[output], e.name == "top_k"
     groups, out_groups = t.positions[v], t.positions[out]
@@ -182,7 +185,6 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
     index, position = len(t.sizes[out]), groups[axis][0]
     sizes = {**dict(enumerate(t.sizes[out])), index: t.sizes[v][position]}
     arg = t.view(v).over(to | {position: index})
-    places = int(e.eqn.params["k"]) if is_top_k else 0
     return Exit(cls, e.name, (arg,), (index,), sizes, places=places, output=output)
 
 
