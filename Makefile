@@ -58,10 +58,9 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
 	@set -e; for script in experiments/*/run.py experiments/*/deferral.py \
 	    experiments/*/published_shape.py experiments/*/scaling.py experiments/*/streams.py; do \
-	  more=; case $$script in */linear_algebra/*|*/peers/*) \
-	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
-	  */minilm/*) more=--write;; esac; \
-	  if grep -q harness.parser $$script; then more="$$more --write"; fi; \
+	  more=--write; case $$script in */linear_algebra/*|*/peers/*) \
+	    if [ -x .venv-peer/bin/python ]; then more="$$more --enzyme-python .venv-peer/bin/python"; fi;; \
+	  esac; \
 	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
 	$(BIN)/python experiments/gains/run.py --write  # once more: from what the others wrote
 

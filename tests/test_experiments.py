@@ -89,6 +89,13 @@ def test_script_runs(name: str) -> None:
     assert before == {path: path.read_bytes() for path in (EXPERIMENTS / folder).glob("*.*")}
 
 
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*/run.py")), ids=lambda p: p.parent.name)
+def test_files_are_written_if_asked(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "harness.parser(" in text or '"--write"' in text
+    assert ".write" in text.replace("harness.write", "")
+
+
 def test_demo_writes_when_asked(tmp_path: Path) -> None:
     for name in ("harness.py", "minilm"):
         source = EXPERIMENTS / name

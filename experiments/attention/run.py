@@ -1,10 +1,10 @@
 """Attention as written against what `sym_optimize` makes of it: time and temporaries over length.
 
-python experiments/attention/run.py            # writes the README's table
-python experiments/attention/run.py --quick    # one short length, no files: a smoke test
+python experiments/attention/run.py            # prints the rows
+python experiments/attention/run.py --write    # and writes the files beside it
+python experiments/attention/run.py --quick    # one short length: a smoke test
 """
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -142,10 +142,7 @@ def megabytes(size: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one short length, no files")
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = harness.parser(__doc__).parse_args()
     lengths = (256,) if options.quick else LENGTHS
     rows = []
     for fun in (plain, causal):
@@ -153,11 +150,10 @@ def main() -> None:
             rounds = 1 if options.quick else max(3, options.rounds * 1024 // max(length, 1024))
             rows.append(measure(fun, length, rounds))
             print(*line(rows[-1]), sep="  ", flush=True)
-    if options.quick:
-        return
-    tables = harness.markdown_table(HEADER, [line(r) for r in rows])
-    harness.write_json(HERE / "results.json", {"cpu": rows})
-    harness.write_table(HERE / "README.md", tables)
+    if options.write:
+        tables = harness.markdown_table(HEADER, [line(r) for r in rows])
+        harness.write_json(HERE / "results.json", {"cpu": rows})
+        harness.write_table(HERE / "README.md", tables)
 
 
 if __name__ == "__main__":

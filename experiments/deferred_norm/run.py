@@ -1,10 +1,10 @@
 """Deferred normalisation: a norm and the linear layer after it, before and after `sym_optimize`.
 
-python experiments/deferred_norm/run.py            # layers, a block, MiniLM
+python experiments/deferred_norm/run.py            # layers, a block, MiniLM: prints
+python experiments/deferred_norm/run.py --write    # and writes the files beside it
 python experiments/deferred_norm/run.py --quick    # few sizes, few rounds: a smoke test
 """
 
-import argparse
 import dataclasses
 import itertools
 import sys
@@ -46,8 +46,7 @@ COUNTED_ROWS, COUNTED_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
+    parser = harness.parser(__doc__)
     parser.add_argument("--draw", type=int, help="run the N-th draw alone and print its seconds")
     chosen = parser.parse_args()
     quick = chosen.quick
@@ -64,7 +63,7 @@ def main() -> None:
     blocks, minilm = (tell_frozen(contests, draws, kind) for kind in ("block", "MiniLM"))
     moved = tell_bytes()
     decode = tell_decode()
-    if quick:
+    if not chosen.write:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
     told = ", ".join(f"{draws} processes up to {rows} rows" for rows, draws, _ in DRAWS)

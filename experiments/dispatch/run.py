@@ -1,10 +1,10 @@
 """A call of an optimised function after its first, against a call of plain `jax.jit`.
 
-python experiments/dispatch/run.py            # writes the README's table
-python experiments/dispatch/run.py --quick    # few rounds, no files: a smoke test
+python experiments/dispatch/run.py            # prints the rows
+python experiments/dispatch/run.py --write    # and writes the files beside it
+python experiments/dispatch/run.py --quick    # few rounds: a smoke test
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,10 +52,7 @@ def _wrapped(jitted: Callable) -> Callable:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, no files")
-    parser.add_argument("--rounds", type=int, default=41)
-    options = parser.parse_args()
+    options = harness.parser(__doc__ or "", rounds=41).parse_args()
     results, rows = {}, []
     for name, (fun, args) in PROGRAMS.items():
         calls = {who: _call(make(fun), args) for who, make in CONTESTANTS.items()}
@@ -67,7 +64,7 @@ def main() -> None:
         rows.append([name, harness.duration(samples.median(first)), *map(str, ratios.values())])
         print(*rows[-1], sep="  ", flush=True)
     header = ["call", "jax.jit", *(f"{who} / jax.jit" for who in list(CONTESTANTS)[1:])]
-    if not options.quick:
+    if options.write:
         harness.write_json(HERE / "results.json", results)
         harness.write_table(HERE / "README.md", harness.markdown_table(header, rows))
 

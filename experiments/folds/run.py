@@ -1,11 +1,11 @@
 """Folds: reductions over pairs, `jax.jit` and `sym_optimize` in turn; time and temporaries.
 
-python experiments/folds/run.py                # every row; writes the README's table
-python experiments/folds/run.py --only kNN     # rows whose names contain a word; no files
+python experiments/folds/run.py                # every row
+python experiments/folds/run.py --write        # and writes the files beside it
+python experiments/folds/run.py --only kNN     # rows whose names contain a word
 python experiments/folds/run.py --quick        # small sizes: a smoke test
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,10 +162,8 @@ def cells(row: Row, result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, no files")
-    parser.add_argument("--only", default="", help="rows whose names contain this; no files")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = harness.parser(__doc__)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
     options = parser.parse_args()
     shrink, rounds = (32, 3) if options.quick else (1, options.rounds)
     results, table = {}, []
@@ -177,11 +175,10 @@ def main() -> None:
     header = ["program", "fold", "plain", "ours", "ours / plain", "asked"]
     header += ["temporaries, plain", "ours", "difference", ""]
     text = harness.markdown_table(header, table)
-    if options.quick or options.only:
-        print(text)
-        return
-    harness.write_json(HERE / "results.json", results)
-    harness.write_table(HERE / "README.md", text)
+    print(text)
+    if options.write:
+        harness.write_json(HERE / "results.json", results)
+        harness.write_table(HERE / "README.md", text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Every program is the program of a seed (`tests/fuzz/cases.py`), so `--programs 1 --seed 1234` runs
 number 1234 again. Failures are made small and printed as Python. Results go to results.json, one
-record per version of JAX and first seed, and into the README's table; `--quick` writes nothing.
+record per version of JAX and first seed, and into the README's table, if `--write` is given.
 Once a minute the counts so far are printed to stderr; an interrupt ends the run with its summary.
 """
 
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--bugs", type=int, default=0, help="programs per planted bug, at most")
-    parser.add_argument("--quick", action="store_true", help="write nothing")
+    parser.add_argument("--write", action="store_true", help="add the run to the files beside this")
     a = parser.parse_args()
     path = HERE / "results.json"
     results: dict[str, Any] = {"runs": [], "bugs": {}}
@@ -195,7 +195,7 @@ def main() -> None:
         others = [r for r in results["runs"] if (r["jax"], r["first_seed"]) != key]
         results["runs"] = sorted([*others, record], key=lambda r: (r["jax"], r["first_seed"]))
         print(json.dumps({k: v for k, v in record.items() if k != "failures"}, indent=1))
-    if not a.quick:
+    if a.write:
         write(results)
     sys.exit(failed)
 

@@ -1,6 +1,7 @@
 """Gradients of optimised losses against optimised gradients of losses, in turn.
 
-python experiments/gradients/run.py                 # every row; writes the README's table
+python experiments/gradients/run.py                 # every row
+python experiments/gradients/run.py --write         # and writes the files beside it
 taskset -c 0 python experiments/gradients/run.py    # on one core, for a busy machine
 python experiments/gradients/run.py --only scan     # rows whose names contain a word
 python experiments/gradients/run.py --quick         # small sizes: a smoke test
@@ -36,18 +37,15 @@ def main() -> None:
     near = sum(verdict(result) == "near" for result in results.values())
     total = f"Within {NEAR} of each other: {near} of {len(results)}."
     table = harness.markdown_table(HEADER, [line(name, r) for name, r in results.items()])
-    if options.quick or options.only:
-        print(total)
-        return
-    harness.write_json(HERE / "results.json", results)
-    harness.write_table(HERE / "README.md", total, table)
+    print(total)
+    if options.write:
+        harness.write_json(HERE / "results.json", results)
+        harness.write_table(HERE / "README.md", total, table)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rows, small sizes, no files")
-    parser.add_argument("--only", default="", help="rows whose names contain this; no files")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = harness.parser(__doc__, rounds=15)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
     return parser.parse_args()
 
 

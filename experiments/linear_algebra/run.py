@@ -1,6 +1,7 @@
 """Linear algebra: plain `jax.jit`, `sym_optimize` and the best hand-written form, in turn.
 
-python experiments/linear_algebra/run.py                     # every row; writes the README's table
+python experiments/linear_algebra/run.py                     # every row
+python experiments/linear_algebra/run.py --write             # and writes the files beside it
 python experiments/linear_algebra/run.py --only trace        # rows whose names contain a word
 python experiments/linear_algebra/run.py --enzyme-python /path/to/python  # with the peer
 python experiments/linear_algebra/run.py --quick             # small sizes: a smoke test
@@ -46,17 +47,14 @@ def main() -> None:
         for title, rows in GROUPS.items()
         if any(row.name in results for row in rows)
     ]
-    if not (options.quick or options.only):
+    print("\n\n".join(tables))
+    if options.write:
         save(results, tables)
-    else:
-        print("\n\n".join(tables))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rows, small sizes, no files")
-    parser.add_argument("--only", default="", help="rows whose names contain this; no files")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = harness.parser(__doc__, rounds=21)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--enzyme-python", help="an interpreter that has enzyme_ad")
     return parser.parse_args()
 

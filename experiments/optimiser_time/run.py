@@ -1,10 +1,10 @@
 """The optimiser's own time, against the time XLA needs to compile the same function.
 
-python experiments/optimiser_time/run.py            # writes the README's table
+python experiments/optimiser_time/run.py            # prints the rows
+python experiments/optimiser_time/run.py --write    # and writes the files beside it
 python experiments/optimiser_time/run.py --quick    # one layer, once: a smoke test
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -28,10 +28,7 @@ ASKED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one layer, one round, no files")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = harness.parser(__doc__, rounds=5).parse_args()
     rounds = 1 if options.quick else options.rounds
     results, rows = {}, []
     for name, (fun, specs) in models.programs(options.quick).items():
@@ -49,7 +46,7 @@ def main() -> None:
         "trace and lower",
     ]
     header += ["XLA compile", "compile, rewritten", "optimiser / compile", "asked", ""]
-    if not options.quick:
+    if options.write:
         harness.write_json(HERE / "results.json", results)
         harness.write_table(HERE / "README.md", harness.markdown_table(header, rows))
         plot(results)

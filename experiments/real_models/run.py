@@ -1,6 +1,7 @@
 """Models from outside under `sym_optimize`, against plain `jax.jit`, in turn.
 
-python experiments/real_models/run.py                  # every model; writes the README's tables
+python experiments/real_models/run.py                  # every model
+python experiments/real_models/run.py --write          # and writes the files beside it
 python experiments/real_models/run.py --only flax      # models whose names contain a word
 python experiments/real_models/run.py --quick          # the equinox ones, once: a smoke test
 """
@@ -41,20 +42,17 @@ def main() -> None:
     for module, reason in missing.items():
         print(f"{module}: {reason}")
     tables = [models_table(results), sections_table(results)]
-    if options.quick or options.only:
-        print("\n\n".join(tables))
-    else:
+    print("\n\n".join(tables))
+    if options.write:
         harness.write_json(HERE / "results.json", {"models": results, "missing": missing})
         harness.write_table(HERE / "README.md", *tables, *left_out(missing))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few models, few rounds, no files")
-    parser.add_argument("--only", default="", help="models whose names contain this; no files")
-    parser.add_argument("--rounds", type=int, default=None, help="of timing; default 15, quick 3")
+    parser = harness.parser(__doc__, rounds=15)
+    parser.add_argument("--only", default="", help="models whose names contain this")
     options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 15)
+    options.rounds = min(options.rounds, 3) if options.quick else options.rounds
     return options
 
 

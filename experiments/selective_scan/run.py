@@ -3,11 +3,11 @@
 A gradient is taken both inside (`sym_optimize(grad(f))`) and outside (`grad(sym_optimize(f))`).
 Other recurrences are measured beside it: cells with their input projections inside, and decoys.
 
-python experiments/selective_scan/run.py             # every length; writes the README's tables
-python experiments/selective_scan/run.py --quick     # short lengths, few rounds, no files
+python experiments/selective_scan/run.py             # every length
+python experiments/selective_scan/run.py --write     # and writes the files beside it
+python experiments/selective_scan/run.py --quick     # short lengths, few rounds
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
 def main() -> None:
-    options = parse()
+    options = harness.parser(__doc__).parse_args()
     lengths = (32,) if options.quick else LENGTHS
     rounds = 2 if options.quick else options.rounds
     results: dict[str, Any] = {}
@@ -40,19 +40,11 @@ def main() -> None:
                 print(f"{what:<9} {name:<32} {length:>6}  {summary(result)}", flush=True)
     tables = [table(what, rows) for what, rows in results.items()]
     tables.append(cells_table(results, rounds, options.quick))
-    if options.quick:
-        print("\n\n".join(tables))
-        return
-    harness.write_json(HERE / "results.json", results)
-    harness.write_table(HERE / "README.md", *tables)
-    plot(results["forward"])
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short lengths, no files")
-    parser.add_argument("--rounds", type=int, default=9)
-    return parser.parse_args()
+    print("\n\n".join(tables))
+    if options.write:
+        harness.write_json(HERE / "results.json", results)
+        harness.write_table(HERE / "README.md", *tables)
+        plot(results["forward"])
 
 
 def measure(spelling: Any, transform: Any, length: int, rounds: int, **sizes: Any) -> dict:

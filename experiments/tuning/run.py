@@ -1,11 +1,11 @@
 """`tune=True` against the model's choice and the program as written, on programs where they differ.
 
-python experiments/tuning/run.py               # every program; writes the README's table
-python experiments/tuning/run.py --only name   # programs whose names contain a text; no files
+python experiments/tuning/run.py               # every program
+python experiments/tuning/run.py --write       # and writes the README's table
+python experiments/tuning/run.py --only name   # programs whose names contain a text
 python experiments/tuning/run.py --quick       # one program, one round: a smoke test
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -38,10 +38,8 @@ def row(known: Any, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one program, one round; no files")
-    parser.add_argument("--only", default="", help="names that contain this; no files")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = harness.parser(__doc__, rounds=15)
+    parser.add_argument("--only", default="", help="names that contain this")
     given = parser.parse_args()
     chosen = [r for r in regressions.known() if given.only in r.name][: 1 if given.quick else None]
     rows = []
@@ -52,10 +50,9 @@ def main() -> None:
             print(*rows[-1], sep=" | ", flush=True)
     header = ["program", "plain", "model", "tuned", "tuned / plain", "tuned / model", "tune says"]
     text = harness.markdown_table(header, rows)
-    if given.quick or given.only:
-        print(text)
-        return
-    harness.write_table(HERE / "README.md", text)
+    print(text)
+    if given.write:
+        harness.write_table(HERE / "README.md", text)
 
 
 if __name__ == "__main__":
