@@ -66,6 +66,7 @@ def sweep(name: str):
         "n_body",
         "optimiser_time",
         sweep("optimiser_time/scaling"),
+        sweep("optimiser_time/explain"),
         sweep("optimiser_time/new_shapes"),
         "orientation",
         "peers",

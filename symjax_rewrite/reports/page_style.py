@@ -18,7 +18,7 @@ p { margin:4px 0; color:var(--fg); }
 .dim { color:var(--dim); }
 code, pre, .mono { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans
   Mono",monospace; font-size:13px; background:none; color:inherit; }
-.cards { display:grid; gap:10px; grid-template-columns:repeat(auto-fit,minmax(150px,1fr));
+.cards { display:grid; gap:10px; grid-template-columns:repeat(auto-fill,minmax(150px,1fr));
   margin:14px 0; }
 .card { background:var(--soft); border-radius:8px; padding:10px 12px; }
 .card b { display:block; font-size:24px; line-height:1.2; }
@@ -65,7 +65,8 @@ table.stacked th, table.stacked td { overflow-wrap:break-word; text-align:left; 
 .src .taken { background:var(--goodbg); color:var(--good); }
 .src .refused { background:var(--badbg); color:var(--bad); }
 .src .gap { color:var(--dim); padding-left:20px; }
-.cand { border-bottom:1px solid var(--line); padding:8px 0; }
+.cand { padding:8px 0; }
+.cand + .cand { border-top:1px solid var(--line); }
 .cand .top { align-items:baseline; display:flex; flex-wrap:wrap; gap:8px; }
 .tag { border-radius:5px; font-size:12px; font-weight:600; padding:1px 8px; white-space:nowrap; }
 .tag.taken { background:var(--goodbg); color:var(--good); }

@@ -367,4 +367,5 @@ def _last_reads(program: Program) -> dict[int, int]:
 def _held(aval: Any) -> float:
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0.0
-    return itemsize(str(aval.dtype)) * float(math.prod(aval.shape))
+    shape, dtype = jax_internals.kind_of(aval)
+    return itemsize(dtype) * float(math.prod(shape))

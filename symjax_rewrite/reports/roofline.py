@@ -6,7 +6,7 @@ Williams, Waterman and Patterson, "Roofline: an insightful visual performance mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -56,7 +56,11 @@ def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> 
     lowest = min([*(p.rate for p in points), 10 ** x[0] * device.bytes_per_s])
     y = (math.floor(math.log10(lowest)), math.ceil(math.log10(top * 1.5)))
     scale = LogScale(x, y)
-    body = [*_grid(scale), *_roofs(scale, device, peaks), *_points(scale, points)]
+
+    def roof(intensity: float) -> float:
+        return min(top, intensity * device.bytes_per_s)
+
+    body = [*_grid(scale), *_roofs(scale, device, peaks), *_points(scale, points, roof)]
     named = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "aria_label": f"Roofline of {device.name}"}
     return tag("svg", *body, kind="sj-roofline", role="img", **named)
 
@@ -95,15 +99,22 @@ def _roofs(scale: LogScale, device: Device, peaks: dict[str, float]) -> Iterator
     yield tag("text", label, transform=turned)
 
 
-def _points(scale: LogScale, points: Sequence[Point]) -> Iterator[Html]:
+def _points(
+    scale: LogScale, points: Sequence[Point], roof: Callable[[float], float]
+) -> Iterator[Html]:
+    """Yield the points, with labels that lie on neither the roof nor the other point."""
     places = [scale.at(p.intensity, p.rate) for p in points]
     if len(places) == 2:
         yield _line(*places[0], *places[1], "sj-move")
     for k, (p, (x, y)) in enumerate(zip(points, places, strict=True)):
         yield tag("circle", kind=f"sj-{p.label}", cx=round(x, 1), cy=round(y, 1), r=6)
         across, anchor = (-10, "end") if x > WIDTH - 130 else (10, "start")
-        is_lower = len(places) == 2 and y >= places[1 - k][1]
-        yield _text(x + across, y + (18 if is_lower else -10), p.label, anchor, "sj-label")
+        others = [places[1 - k]] if len(places) == 2 else []
+        is_lower = any(y >= other for _, other in others)
+        touches_roof = y - scale.at(p.intensity, roof(p.intensity))[1] < 30
+        is_free = all(abs(x - at) > 70 or other - y > 50 for at, other in others)
+        down = 18 if is_lower or (touches_roof and is_free) else -10
+        yield _text(x + across, y + down, p.label, anchor, "sj-label")
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:

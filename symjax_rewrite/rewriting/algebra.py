@@ -109,9 +109,10 @@ def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
     if len(places) - len(small | single) > device.search.many_regions:  # more would take too long
         small = little(terms.seconds)
     reasons: dict[Key, str] = dict.fromkeys(
-        single, Obstacle.SHARE("one product and little beside it")
+        single, Obstacle.SHARE("no rule was tried: one product and little beside it")
     )
-    return reasons | dict.fromkeys(small, Obstacle.SHARE("less than 1 % of the program's time"))
+    less = Obstacle.SHARE("no rule was tried: less than 1 % of the program's time")
+    return reasons | dict.fromkeys(small, less)
 
 
 def _found(
