@@ -26,6 +26,7 @@ from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.ir.term import ADD, CONTRACT, IOTA, LEAF, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.pallas_kernels.backend import planning_for
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
@@ -211,7 +212,8 @@ class TermPart:
         """Return the cost of its makers' kernels on a device; None if a maker has no cost model."""
         total = Cost()
         for maker in {id(m): m for m in self.makers.values()}.values():
-            found = getattr(maker, "price", lambda _: None)(device)
+            with planning_for(device):
+                found = getattr(maker, "price", lambda _: None)(device)
             if found is None:
                 return None
             total = total.plus(found)

@@ -64,8 +64,8 @@ def group(meaning: str, default: Any = MISSING) -> Any:
 
 
 Kind = Literal[
-    "rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded", "blocks", "remake",
-    "order", "orientation", "measured", "told", "even", "far_field",
+    "rewrite", "dominating", "fold", "streamed", "norm", "scan", "hoist", "tree", "banded",
+    "blocks", "remake", "order", "orientation", "measured", "told", "even", "far_field",
 ]  # fmt: skip
 
 
@@ -76,6 +76,10 @@ class Margins:
     rewrite: float = quantity("1", "a region of terms in another form", RESIDUALS, 1.25)
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", RESIDUALS, 1.25)
+    streamed: float = quantity(
+        "1", "the same as loops on a GPU without the kernels: times of their blocks are estimates",
+        JUDGED, 2.5,
+    )  # fmt: skip
     far_field: float = quantity(
         "1", "a fold by cells: folds of few steps are priced too high", JUDGED, 2.5
     )

@@ -15,6 +15,7 @@ from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.rewriting.repeated_products import repeats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,13 +130,19 @@ def _aval(t: TermGraph, cls: int, held: Callable[[str], str] = str) -> Any:
 
 
 def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
-    """Return slices that routes read and no value holds; they become equations for later passes.
+    """Return classes that routes read and that become equations for later passes.
 
-    A sum that reads four entries of each row of a sort must not hide that the others are dead.
+    Slices that no value holds: a sum that reads four entries of each row of a sort must not hide
+    that the others are dead. Products that are written over more indices than the class has: the
+    value of the product would be stored for the route to read a slice of it.
     """
     given = {c for m in makers for c in m.gives()}
     read = {c for m in makers for own in m.gives() for c in m.needs(own)} - given
-    return {c for c in read if node_of(t.graph, c).op == SLICE and not t.values_of(c)}
+
+    def is_slice(c: int) -> bool:
+        return node_of(t.graph, c).op == SLICE and not t.values_of(c)
+
+    return {c for c in read if is_slice(c) or repeats(t, c) is not None}
 
 
 def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:

@@ -22,6 +22,7 @@ from symjax_rewrite.ir.dataflow import node_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.term import CONTRACT, CONV
+from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.rewriting.equation_forms import candidate
 from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
 
@@ -72,7 +73,7 @@ class CommonProducts:
 def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:
     """Yield classes of products that equations repeat, with seconds as written and done once."""
     t, model = terms.t, terms.model
-    products = {cls: e for cls in terms.need.order if (e := _repeats(terms, cls)) is not None}
+    products = {cls: e for cls in terms.need.order if (e := repeats(terms.t, cls)) is not None}
     ours, users = {id(e) for e in products.values()}, users_of(t.program.equations)
     outputs = set(numbers(t.program.outputs))
     for cls, e in products.items():
@@ -89,9 +90,9 @@ def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:
         yield cls, equation_seconds(e.eqn, model.device), after
 
 
-def _repeats(terms: Terms, cls: int) -> Equation | None:
+def repeats(t: TermGraph, cls: int) -> Equation | None:
     """Return the product that computes a class over more indices than its value depends on."""
-    t, node = terms.t, terms.t.graph.classes[cls].first
+    node = t.graph.classes[cls].first
     if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
         return None
     number, k = t.made_by[cls]
@@ -101,5 +102,5 @@ def _repeats(terms: Terms, cls: int) -> Equation | None:
     written, own = t.sizes[e.outvals[k]], t.graph.classes[cls].sizes
     if not is_product or len(written) == len(own):
         return None
-    few, many = (math.prod(map(terms.model.at, sizes)) for sizes in (own, written))
+    few, many = (math.prod(map(t.number, sizes)) for sizes in (own, written))
     return e if few and few != many else None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import Kind
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -23,6 +24,7 @@ from symjax_rewrite.kernel_selection.folds.clustering import Cluster
 from symjax_rewrite.kernel_selection.folds.fold_price import (
     compared,
     cost_folded,
+    gpu_kernels,
     reorders,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import xla_blocks
@@ -35,7 +37,7 @@ class Comparison(NamedTuple):
     """Predicted seconds of pairwise terms as written and as folds, at one sample of the sizes.
 
     pairs: of the fold with fewest. saved: bytes of the terms in memory. reordered: another order
-    of the products costs less.
+    of the products costs less. kind: selects the margin.
     """
 
     sample: Sample
@@ -44,6 +46,7 @@ class Comparison(NamedTuple):
     pairs: int
     saved: float
     reordered: bool
+    kind: Kind
 
     def place(self) -> str:
         """Return the sample as text."""
@@ -51,7 +54,11 @@ class Comparison(NamedTuple):
 
     def pays(self, device: Device) -> bool:
         """Return True if the folds are predicted enough faster."""
-        return margins.pays(self.before_s, self.after_s, "fold", device, self.saved)
+        return margins.pays(self.before_s, self.after_s, self.kind, device, self.saved)
+
+    def least(self, device: Device) -> float:
+        """Return the least predicted speedup for which the folds are taken."""
+        return margins.margin(self.kind, device, self.saved)
 
     def loses(self, device: Device) -> bool:
         """Return True if the folds are predicted slower."""
@@ -76,7 +83,9 @@ class Comparisons:
             if all(r.spec.named and xla_blocks(r.spec).steps(r.spec) == 1 for r in routes):
                 after = before  # one block holds all pairs: the operations are those written
             pairs = min(math.prod((*r.spec.batch_shape, r.spec.rows, r.spec.cols)) for r in routes)
-        return Comparison(sample, before, after, pairs, saved, reordered)
+            looped = device.runs_on_gpu and not all(gpu_kernels(r, device) for r in routes)
+        kind: Kind = "streamed" if looped else "fold"
+        return Comparison(sample, before, after, pairs, saved, reordered, kind)
 
     def few(self, found: Sequence[Comparison]) -> int:
         """Return the number of pairs up to which folds lose; 0 if they lose nowhere."""

@@ -244,7 +244,7 @@ class _FoldSelection:
             return ""
         pays = any(c.pays(self.device) for c in found)
         cluster.by_size = bool(t.dim_env) and (pays or not self.narrow)
-        least = min(margins.margin("fold", self.device, c.saved) for c in found)
+        least = min(c.least(self.device) for c in found)
         gain = max(c.before_s / c.after_s for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
         return Obstacle.COST(

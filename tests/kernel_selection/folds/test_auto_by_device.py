@@ -103,12 +103,40 @@ def test_the_gradient_of_the_librarys_attention_is_folds():
 
 
 @pytest.mark.parametrize("device", NO_KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("count", [3, 4])
-def test_gpus_without_kernels_keep_xlas_form(device, count):
-    fun = attention() if count == 3 else gradients(attention())
-    routes, made, report = folds(fun, arrays(64, count, t=1024), device)
-    assert [r.taken for r in routes] == [False], report
+def test_gpus_without_kernels_keep_xlas_form(device, dtype, causal, count):
+    fun = attention(causal=causal)
+    fun = fun if count == 3 else gradients(fun)
+    args = arrays(64, count, t=1024, dtype=jnp.dtype(dtype))
+    routes, made, report = folds(fun, args, device)
+    assert routes and not any(r.taken for r in routes), report
     assert made == 0
+
+
+@pytest.mark.parametrize("device", NO_KERNELS)
+def test_reports_price_a_fold_as_its_device_runs_it(device):
+    """Without kernels the price of a fold that is taken is that of loops."""
+    routes, _, report = folds(attention(), arrays(64, 3, t=16384), device)
+    assert [r.taken for r in routes] == [True], report
+    flops = report.after.flops / DEVICES[device].peak("bfloat16")
+    assert report.after.seconds > 4 * flops
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("device", ["h200", "l4"])
+def test_the_gradient_of_a_sum_of_attention_stores_no_pairs(device, causal):
+    """Its upstream derivative is a constant: a product with it is a sum, of a size of the keys."""
+
+    def loss(q, k, v):
+        return jnp.sum(attention(causal=causal)(q, k, v))
+
+    args = arrays(64, 3, t=1024)
+    routes, count, report = folds(jax.grad(loss, (0, 1, 2)), args, device)
+    assert [r.taken for r in routes] == [True], report
+    assert count == 3
+    assert report.after.peak_bytes < 1e8 < B * H * 1024**2 * 2, report
 
 
 def test_where_memory_is_short_loops_are_taken():
