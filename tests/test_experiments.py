@@ -60,6 +60,7 @@ def sweep(name: str):
         "envelope",
         "folds",
         "gains",
+        "gpu_choices",
         "gradients",
         "linear_algebra",
         sweep("minilm"),
