@@ -140,18 +140,23 @@ def _kept(there: Loop, back: Loop, second: Equation, around: Surroundings) -> li
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
-    """Return True if recomputing results takes no longer than writing and reading them."""
+    """Return True if recomputing results takes no longer than writing and reading them.
+
+    Where each operation of a step is a launch, a recomputed step is one launch at least.
+    """
     loops, memory = device.loops, device.memory
     if kept_bytes < loops.least_remade_bytes:
         return False
     moved = (1 + memory.passes_of_write) * kept_bytes / device.bytes_per_s
     if kept_bytes >= memory.kept_bytes:
         moved += kept_bytes / memory.fresh_bytes_per_s
-    step = device.launch_s / loops.operations_per_launch
+    step = device.launch_s
+    if not loops.steps_are_launches:
+        step /= loops.operations_per_launch
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
         step += own / loops.fused_step if e.name in FUSED_KINDS else own
-    return margins.pays(moved, there.length * step, "remake", device)
+    return margins.pays(moved, there.length * step, "remake", device, kept_bytes)
 
 
 def _needed(loop: Loop, kept: Sequence[int]) -> list[Equation]:

@@ -21,7 +21,6 @@ REMEDIES: dict[Obstacle, str] = {
     Obstacle.ROUNDING: "numerics='reassoc' permits another order of sums",
     Obstacle.SHARDING: "call it inside jax.shard_map, where axes are manual",
     Obstacle.DTYPES: "give the operands one float dtype",
-    Obstacle.BACKEND: "use concrete sizes, and one float dtype of 32 bits or fewer",
     Obstacle.BUDGET: "budget=Budget(...) with a larger limit",
     Obstacle.RANDOM: "draw the random numbers before, and pass them as an argument",
     Obstacle.READER: "do not return or reuse the intermediate values",

@@ -241,3 +241,15 @@ def test_optimised_functions_beside_a_loop_are_differentiated_as_written() -> No
     assert before_derivatives(closed, CPU) is not closed
     through = sym_optimize(outer(sym_optimize(stopped)), on_unsupported="error")
     check(*(jax.jit(jax.grad(loss(f)))(*args) for f in (outer(stopped), through)))
+
+
+def test_recomputed_steps_are_launches_on_gpus() -> None:
+    """A GPU that runs no scan kernel: a step more is a launch more, and residuals are small."""
+    steps, width = (4, 256, 512), (512, 16)
+    shapes = steps, steps, width, (4, 256, 16), (4, 256, 16)
+    specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    batched = jax.vmap(selective, (0, 0, None, 0, 0))
+    gradient = jax.grad(loss(batched), (0, 1, 2, 3, 4))
+    report = sym_optimize(gradient, device="t4").explain(*specs)
+    assert RULE not in [r.name for r in report.rules]
+    assert report.after.seconds <= report.before.seconds
