@@ -410,7 +410,9 @@ class RulePack:
         gone = {names} if isinstance(names, str) else set(names)
         known = {*PASSES, *(r.name for r in self.rules), *(p.name for p in self.added)}
         if unknown := gone - known:
-            raise RuleError("no such rule in this pack", **choice(min(unknown), sorted(known)))
+            fields = choice(min(unknown), sorted(known))
+            fields.setdefault("remedy", "kernels of a report are no rules: kernels='off' takes none")
+            raise RuleError("no such rule in this pack", **fields)
         without = tuple(p for p in PASSES if p in gone or p in self.without)
         rules = tuple(r for r in self.rules if r.name not in gone)
         added = tuple(p for p in self.added if p.name not in gone)
