@@ -153,7 +153,9 @@ def test_a_small_gain_counts_with_the_transposed_copies_that_go_with_it(turned):
     shapes = jax.ShapeDtypeStruct((2000, 8), "float32"), jax.ShapeDtypeStruct((8, 500), "float32")
     program = flatten(jax.make_jaxpr(fun)(*shapes))
     last = program.equations[-2]  # what exp reads
-    other = Replacement(last.outvals, program.inputs, lambda a, b: b.T @ a.T if turned else a @ b)
+    other = Replacement(
+        last.outvals, tuple(program.inputs), lambda a, b: b.T @ a.T if turned else a @ b
+    )
     costs = Cost(seconds=1.1e-3), Cost(seconds=1e-3)
     found = Candidate("turned", (other,), before=costs[0], after=costs[1], short="gains too little")
     _, names, refused = taken(program, found)
@@ -170,3 +172,10 @@ def test_what_a_transposed_value_is_computed_from_is_moved_once():
 
     b = jnp.ones((8, 700))
     assert seconds(lambda c: c * jnp.sin(c) + c) == seconds(lambda c: c) > 0
+
+
+def test_a_product_with_a_literal_has_no_transposed_copy():
+    """`jnp.tensordot(1.0, x, 0)` is a product of a literal, which no equation makes."""
+    program = flatten(jax.make_jaxpr(lambda x: jnp.tensordot(1.0, x, 0))(jnp.ones((64, 32))))
+    assert [e.name for e in program.equations].count("dot_general") == 1
+    assert transposed_seconds(program, CPU) == 0

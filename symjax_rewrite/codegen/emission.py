@@ -26,7 +26,6 @@ from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.ir.term import ADD, CONTRACT, IOTA, LEAF, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.pallas_kernels.backend import planning_for
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
@@ -210,6 +209,8 @@ class TermPart:
 
     def cost(self, device: Device) -> Cost | None:
         """Return the cost of its makers' kernels on a device; None if a maker has no cost model."""
+        from symjax_rewrite.pallas_kernels.backend import planning_for  # heavy: when used
+
         total = Cost()
         for maker in {id(m): m for m in self.makers.values()}.values():
             with planning_for(device):

@@ -75,13 +75,15 @@ class _Copies:
 
         What it is computed from in several ways is moved once.
         """
+        if not isinstance(v, int):
+            return 0.0  # a literal is a scalar
         seconds, seen = 0.0, set()
-        stack: list[tuple[object, Any, tuple[int, ...]]] = [(v, aval, tuple(order))]
+        stack: list[tuple[int, Any, tuple[int, ...]]] = [(v, aval, tuple(order))]
         for v, aval, order in stack:
             if (v, order) in seen or not all(isinstance(n, int) for n in aval.shape):
                 continue
             seen.add((v, order))
-            maker = self.makers.get(v) if isinstance(v, int) else None
+            maker = self.makers.get(v)
             long = [k for k in order if aval.shape[k] != 1]
             in_order = long == sorted(long)
             inner = self._inner_order(v, maker, order, in_order, is_operand)
@@ -97,7 +99,7 @@ class _Copies:
 
     def _inner_order(
         self,
-        v: object,
+        v: int,
         maker: Equation | None,
         order: tuple[int, ...],
         in_order: bool,

@@ -411,7 +411,7 @@ class RulePack:
         known = {*PASSES, *(r.name for r in self.rules), *(p.name for p in self.added)}
         if unknown := gone - known:
             fields = choice(min(unknown), sorted(known))
-            fields.setdefault("remedy", "kernels of a report are no rules: kernels='off' takes none")
+            fields.setdefault("remedy", "kernels are no rules: kernels='off' takes none")
             raise RuleError("no such rule in this pack", **fields)
         without = tuple(p for p in PASSES if p in gone or p in self.without)
         rules = tuple(r for r in self.rules if r.name not in gone)

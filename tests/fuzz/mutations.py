@@ -323,7 +323,7 @@ MUTATIONS: dict[str, Mutation] = {
     "carries never change": Mutation([(loop.Loop, "levels", _carries_never_change)], _swapped),
     "carries change places": Mutation([(loop.Loop, "finish", _results_of_another_carry)], _swapped),
     "the first piece is read for any": Mutation(
-        [(locality, "_one_piece", _first_piece_is_read)], (algebra.blocks,)
+        [(locality, "_within_block", _first_piece_is_read)], (algebra.blocks,)
     ),
     "pieces are reversed": Mutation(
         [(term_lowering._LOWER, CONCAT, _pieces_are_reversed)], (algebra.blocks,)
