@@ -57,7 +57,8 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
 	@set -e; for script in experiments/*/run.py experiments/*/deferral.py \
-	    experiments/*/published_shape.py experiments/*/scaling.py experiments/*/streams.py; do \
+	    experiments/*/published_shape.py experiments/*/scaling.py experiments/*/streams.py \
+	    experiments/*/new_shapes.py experiments/*/explain.py; do \
 	  more=--write; case $$script in */linear_algebra/*|*/peers/*) \
 	    if [ -x .venv-peer/bin/python ]; then more="$$more --enzyme-python .venv-peer/bin/python"; fi;; \
 	  esac; \
