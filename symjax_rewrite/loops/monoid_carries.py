@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class MonoidFold:
             if f.bases and f.monoid.is_empty_with_base:
                 x = self._emptied(x, f.bases[0], states, firsts)
                 states[f.carry] = x
-            like = aligned if "kept" in f.monoid.name else _as_numbers
+            like = aligned if "kept" in f.monoid.name else partial(_as_numbers, dtype=dtype)
             ends = [(like(states[b], x.ndim), like(totals[b], x.ndim - 1)) for b in f.bases]
             total, extremum = f.monoid.total(x, *ends), None
             if isinstance(total, tuple):
@@ -139,10 +140,10 @@ def _next_state(loop: Loop, k: int) -> int:
     return out
 
 
-def _as_numbers(base: Any, ndim: int) -> Any:
-    """Return a base with more axes; counts as numbers of a default float."""
+def _as_numbers(base: Any, ndim: int, dtype: Any) -> Any:
+    """Return a base with more axes; counts as numbers of the dtype of the states."""
     base = aligned(base, ndim)
-    return base.astype(np.float32) if jnp.issubdtype(base.dtype, jnp.integer) else base
+    return base.astype(dtype) if jnp.issubdtype(base.dtype, jnp.integer) else base
 
 
 def monoid_fold(loop: Loop, carries: set[int]) -> MonoidFold | None:
