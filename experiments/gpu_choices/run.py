@@ -1,4 +1,4 @@
-"""What `kernels="auto"` takes on GPUs by their profiles: predicted, and compiled ahead of time.
+"""Choices of `kernels="auto"` on GPUs by their profiles: predicted, and compiled ahead of time.
 
     python experiments/gpu_choices/run.py [--quick] [--write]
     python experiments/gpu_choices/run.py --compile [--quick] [--write]
@@ -166,7 +166,7 @@ def kernels_of(jaxpr: Any) -> collections.Counter[str]:
 
 
 def predicted(case: Case, device: str) -> dict[str, Any]:
-    """What is taken on a device, and what the profile predicts, as written and as chosen."""
+    """Choices on a device, with the predictions of its profile as written and as chosen."""
     fun, args = case
     with as_on_a_gpu(), planning_for(DEVICES[device]):
         optimised = sym_optimize(lambda *a: fun(*a), device=device)
