@@ -64,25 +64,16 @@ def without_ones(
     return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
 
 
-def within_limits(spec: ScanSpec, dtypes: frozenset[str], most_summed: int) -> Support:
-    """Return `YES` if a scan has sizes and dtypes that a kernel may have.
-
-    Args:
-        spec: the scan.
-        dtypes: those that the kernel supports.
-        most_summed: elements along a state's summed axis, at most.
-    """
+def within_limits(spec: ScanSpec, dtypes: frozenset[str]) -> Support:
+    """Return `YES` if a scan has sizes and dtypes that a kernel may have: `dtypes`."""
     if spec.named:
         return Reason(NAMED)
     spec, _ = without_ones(spec)
     results = result_shapes(spec)
     used = {spec.dtype, *(o.dtype for o in spec.operands), *(dtype for _, dtype in results)}
-    summed = {a for r in spec.readouts for a in r.over}
     return first_reason(
         (0 in spec.size.values(), "an axis is empty"),
         (not used <= dtypes, f"dtypes {sorted(used - dtypes)} are not supported"),
-        (len(summed) > 1, "readouts sum over more than one axis"),
-        (any(spec.size[a] > most_summed for a in summed), f"a sum over more than {most_summed}"),
         (too_large([*(a.shape for a in spec.avals), *(shape for shape, _ in results)]), TOO_LARGE),
     )
 

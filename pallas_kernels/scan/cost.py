@@ -127,7 +127,9 @@ def _seconds_in_turns(spec: ScanSpec, width: int, rates: StepLoops) -> float:
     return spec.length * (rates.step_s + rate * math.prod(spec.state_shape))
 
 
-def seconds_by_kernel(spec: ScanSpec, device: Device, programs: int, chunks: int) -> float:
+def seconds_by_kernel(
+    spec: ScanSpec, device: Device, programs: int, chunks: int, parts_bytes: int = 0
+) -> float:
     """Predict the seconds of a scan as GPU kernels.
 
     Args:
@@ -135,11 +137,13 @@ def seconds_by_kernel(spec: ScanSpec, device: Device, programs: int, chunks: int
         device: a GPU.
         programs: that run at once, chunks included.
         chunks: parts that time is cut into; more than one takes two kernels.
+        parts_bytes: moved for sums that another kernel completes.
     """
     kernels = 1 + (chunks > 1)
     work, read_s = _seconds_busy(spec, device, programs, kernels * device.scans.kernel_instructions)
     waited = kernels * -(-spec.length // chunks) * device.scans.step_latency_s
-    return max(work, read_s, waited) + kernels * device.launch_s
+    adding = parts_bytes / device.bytes_per_s + (parts_bytes > 0) * device.launch_s
+    return max(work, read_s, waited) + kernels * device.launch_s + adding
 
 
 def seconds_in_one_pass(spec: ScanSpec, device: Device, programs: int) -> float:

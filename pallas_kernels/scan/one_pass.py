@@ -97,10 +97,18 @@ def supports(spec: ScanSpec) -> Support:
 
 def expressible(spec: ScanSpec) -> Support:
     """Return `YES` if a scan can be written as a kernel, installed or not."""
-    refusal = within_limits(spec, DTYPES, MOST_STATES)
+    refusal = within_limits(spec, DTYPES)
     if not refusal:
         return refusal
-    foreign = unlowered(without_ones(spec)[0])
+    spec, _ = without_ones(spec)
+    summed = {a for r in spec.readouts for a in r.over}
+    refusal = first_reason(
+        (len(summed) > 1, "readouts sum over more than one axis"),
+        (any(spec.size[a] > MOST_STATES for a in summed), f"a sum over more than {MOST_STATES}"),
+    )
+    if not refusal:
+        return refusal
+    foreign = unlowered(spec)
     return first_reason((bool(foreign), f"Triton has no {', '.join(foreign)}"))
 
 

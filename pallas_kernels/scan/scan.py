@@ -87,7 +87,7 @@ def seconds_by_backend(spec: ScanSpec, device: Device) -> dict[str, float]:
 
     programs, chunks = triton.programs_of(spec)
     return {
-        "triton": seconds_by_kernel(spec, device, programs, chunks),
+        "triton": seconds_by_kernel(spec, device, programs, chunks, triton.parts_bytes(spec)),
         ONE_PASS: seconds_in_one_pass(spec, device, one_pass.programs_of(spec)),
     }
 

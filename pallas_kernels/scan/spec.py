@@ -174,13 +174,19 @@ def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
     )
 
 
-def roles(spec: ScanSpec) -> tuple[tuple[str, ...], str | None, str | None]:
+def roles(
+    spec: ScanSpec, most_summed: float = math.inf
+) -> tuple[tuple[str, ...], str | None, str | None]:
     """Return the roles of a state's axes in a kernel: outer axes, lane and summed axis.
 
     A program has one element of each outer axis, and a block of the lane axis. The summed axis is
-    the one that readouts sum over. Either is None where there is none.
+    the shortest that readouts sum over. Either is None where there is none.
+
+    most_summed: elements along the summed axis, at most.
     """
-    summed = next((a for r in spec.readouts for a in r.over), None)
+    over = {a: spec.size[a] for r in spec.readouts for a in r.over}
+    summed = min(over, key=over.__getitem__, default=None)
+    summed = summed if summed is not None and over[summed] <= most_summed else None
     rest = tuple(a for a in spec.state if a != summed)
     return rest[:-1], rest[-1] if rest else None, summed
 

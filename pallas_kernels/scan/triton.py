@@ -6,6 +6,9 @@ Where the states are too few to fill the device, time is cut into chunks, in two
 computes the map of each chunk, from the state before to the state after, as an element of the
 kind's monoid. The second composes the maps of earlier chunks and runs its chunk from there
 (Blelloch 1990). The coefficients are then computed twice.
+
+A program holds the shortest axis that readouts sum over. A sum over other axes is written in parts,
+one for each program along them, and the parts are added afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     power_of_two,
     too_large,
 )
+from symjax_rewrite.pallas_kernels.fold.tile import accumulator
 from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 from symjax_rewrite.pallas_kernels.scan.block import carried, within_limits, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
@@ -55,13 +59,17 @@ TILE = 256  # elements of state per program: eight per thread of one warp
 
 def supports(spec: ScanSpec) -> Support:
     """Return `YES` if this backend runs the scan on a GPU of compute capability 8.0 or newer."""
-    refusal = within_limits(spec, DTYPES, MOST_SUMMED)
+    refusal = within_limits(spec, DTYPES)
     if not refusal:
         return refusal
     spec, _ = without_ones(spec)
-    maps, foreign = (triton_cut(spec).chunks, *spec.state_shape), unlowered(spec)
+    cut = triton_cut(spec)
+    sweep, foreign = Sweep.of(spec, cut), unlowered(spec)
+    parted = any(r.finish is not None and sweep.parted(r) for r in spec.readouts)
+    maps, parts = (cut.chunks, *spec.state_shape), [x.shape for x in sweep.written()]
     return first_reason(
-        (too_large([maps]), TOO_LARGE),
+        (parted, f"a function of a sum over more than {MOST_SUMMED}, or over several axes"),
+        (too_large([maps, *parts]), TOO_LARGE),
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
     )
 
@@ -107,6 +115,14 @@ def programs_of(spec: ScanSpec) -> tuple[int, int]:
     return math.prod(grid), grid[1]
 
 
+def parts_bytes(spec: ScanSpec) -> int:
+    """Return the bytes of the parts of sums, which are written and read beside the results."""
+    spec, _ = without_ones(spec)
+    sweep = Sweep.of(spec, triton_cut(spec))
+    pairs = zip(spec.readouts, sweep.written(), strict=False)
+    return 2 * sum(x.size * x.dtype.itemsize for r, x in pairs if sweep.parted(r))
+
+
 def scan_triton(
     spec: ScanSpec, *operands: Any, cut: ScanTiling | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
@@ -139,17 +155,21 @@ def scan_triton(
             **options,
         )(*operands)
         reads = [*reads, block, block]
-    written = [jax.ShapeDtypeStruct(s, jnp.dtype(d)) for s, d in result_shapes(spec)]
+    written = sweep.written()
     results = pl.pallas_call(
         partial(_run, sweep, Body.run),
         in_specs=reads,
-        out_specs=[sweep.block(a) for a in result_axes(spec)],
+        out_specs=[sweep.block(a) for a in sweep.written_axes()],
         out_shape=written,
         cost_estimate=cost_estimate(scan_cost.sums_flops(spec), [*operands, *maps], written),
         name="scan",
         **options,
     )(*operands, *maps)
-    return tuple(x.reshape(shape) for x, (shape, _) in zip(results, shapes, strict=True))
+    whole = []
+    for x, axes, (shape, dtype) in zip(results, sweep.written_axes(), shapes, strict=True):
+        parts = tuple(k for k, a in enumerate(axes) if isinstance(a, ProgramsAlong))
+        whole.append((jnp.sum(x, parts) if parts else x).astype(dtype).reshape(shape))
+    return tuple(whole)
 
 
 def _run(sweep: Sweep, kernel: Any, *refs: Any) -> None:
@@ -171,6 +191,15 @@ class ScanTiling:
     warps: int = 1
 
 
+class ProgramsAlong(NamedTuple):
+    """An axis of the parts of a sum: one part for each program along an axis of the state."""
+
+    axis: str
+
+
+Axis = str | ProgramsAlong
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """A scan without axes of size 1, and the roles of its state's axes in a program.
@@ -188,7 +217,7 @@ class Sweep:
 
     @staticmethod
     def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
-        outer, lane, summed = roles(spec)
+        outer, lane, summed = roles(spec, MOST_SUMMED)
         return Sweep(spec, cut, lane, summed, outer)
 
     @property
@@ -222,14 +251,35 @@ class Sweep:
         """Return the blocks of lanes over all outer elements, and the chunks."""
         return math.prod(self.counts.values()), pl.cdiv(self.spec.length, self.chunk)
 
-    def block(self, axes: Sequence[str]) -> pl.BlockSpec:
+    def parted(self, readout: Readout) -> tuple[str, ...]:
+        """Return the axes that a readout sums over and no program holds whole."""
+        return tuple(a for a in readout.over if a != self.summed)
+
+    def written_axes(self) -> list[tuple[Axis, ...]]:
+        """Return the axes of what the kernel writes: of sums over other programs, the parts."""
+        parts = [tuple(map(ProgramsAlong, self.parted(r))) for r in self.spec.readouts]
+        parts += [()] * self.spec.last
+        return [(*p, *axes) for p, axes in zip(parts, result_axes(self.spec), strict=True)]
+
+    def written(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the arrays that the kernel writes; parts in the dtype in which they are added."""
+        size = {**self.spec.size, **{ProgramsAlong(a): n for a, n in self.counts.items() if a}}
+        out = []
+        for axes, (_, dtype) in zip(self.written_axes(), result_shapes(self.spec), strict=True):
+            has_parts = any(isinstance(a, ProgramsAlong) for a in axes)
+            wide = accumulator(dtype) if has_parts else jnp.dtype(dtype)
+            out.append(jax.ShapeDtypeStruct([size[a] for a in axes], wide))
+        return out
+
+    def block(self, axes: Sequence[Axis]) -> pl.BlockSpec:
         """Return a program's block of an array: its rows, all of time, all of the summed axis."""
-        extent = {self.lane: self.rows, self.summed: self.summed_size}
+        extent: dict[Any, int] = {self.lane: self.rows, self.summed: self.summed_size}
         extent |= {self.spec.time: self.grid[1] * self.chunk, "chunk": self.grid[1]}
 
         def index(step: Any, chunk: Any) -> tuple[Any, ...]:
             del chunk
-            place = indices(step, self.counts)
+            place: dict[Any, Any] = indices(step, self.counts)
+            place |= {ProgramsAlong(a): k for a, k in place.items()}
             return tuple(place.get(a, 0) for a in axes)
 
         return pl.BlockSpec(tuple(extent.get(a) for a in axes), index)
@@ -383,12 +433,21 @@ class Body:
         if readout.program is not None:
             made = self.evaluate(readout.program, values, t, (before, after))
             made = jnp.broadcast_to(made, self.sweep.tile)
-        if readout.over:
-            limit = self.spec.size[str(self.sweep.summed)]
-            if limit != width:
-                real = jnp.arange(width, dtype=jnp.int32) < limit
-                made = jnp.where(real[None, :], made, jnp.zeros_like(made))
+        sweep, size = self.sweep, self.spec.size
+        if sweep.summed in readout.over:
+            made = _or_zero(made, jnp.arange(width, dtype=jnp.int32)[None, :], size[sweep.summed])
             made, width = jnp.sum(made, axis=1)[:, None], 1
+        if sweep.lane in readout.over:
+            lanes = self.row + jnp.arange(rows, dtype=jnp.int32)
+            made = _or_zero(made, lanes[:, None], size[sweep.lane])
+            made, rows = jnp.sum(made, axis=0)[None, :], 1
         if readout.finish is not None:
             made = self.evaluate(readout.finish, values, t, made)
         return jnp.broadcast_to(made, (rows, width))
+
+
+def _or_zero(x: Array, numbers: Array, limit: int) -> Array:
+    """Return a tile with 0 where the number of an element is past the end of its axis."""
+    if limit % numbers.size == 0:
+        return x
+    return jnp.where(numbers < limit, x, jnp.zeros_like(x))

@@ -54,7 +54,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     states_bytes,
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan, seconds_on_gpu
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, result_axes
 from symjax_rewrite.text_tables import predicted
 
 TIME = "t"
@@ -172,12 +172,17 @@ def scan_of(
         if not margins.pays(before, after, "scan", device, states_bytes(spec)):
             least = margins.margin("scan", device, states_bytes(spec))
             return None, Obstacle.COST(f"predicted gain {before / after:.2f} is below {least:.2f}")
-        return route, f"the states of all steps are never stored ({backend})"
+        return route, f"{_described(spec)} ({backend})"
     elif backend == "auto" and kernels != "always":
         return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, Obstacle.BACKEND(f"no kernel: {support}")
-    return builder.kernel(spec, backend), f"the states of all steps are never stored ({backend})"
+    return builder.kernel(spec, backend), f"{_described(spec)} ({backend})"
+
+
+def _described(spec: ScanSpec) -> str:
+    stores = any(len(result) > len(spec.state) for result in result_axes(spec))
+    return "its steps run in one kernel" if stores else "the states of all steps are never stored"
 
 
 def _at_samples(spec: ScanSpec, assume: Sequence[str]) -> list[ScanSpec]:

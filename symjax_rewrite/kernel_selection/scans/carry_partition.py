@@ -14,6 +14,7 @@ from typing import Protocol
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import cone, makers_of, making, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryKernel, CarryPart, LoopParts
 from symjax_rewrite.loops.carry_dependence import Group, dependencies
 from symjax_rewrite.loops.hoisting import is_heavy
@@ -98,10 +99,14 @@ class Partition:
         return self.loop.steps * total([0, *sizes]) <= self.growth * self.loop.outside_bytes
 
     def _early(self) -> list[Equation]:
-        """Return the heavy equations that depend on no carry, and the equations they read."""
+        """Return the heavy equations that depend on no carry, and the equations they read.
+
+        A product that sums nothing is larger than its operands: the part that reads it makes it.
+        """
         equations = self.loop.body.equations
-        heavy = [e for e in equations if e.outvals and self.level[e.outvals[0]] < 2]
-        return making(equations, [v for e in heavy if is_heavy(e.eqn) for v in e.outvals])
+        early = [e for e in equations if e.outvals and self.level[e.outvals[0]] < 2]
+        heavy = [e for e in early if is_heavy(e.eqn) and not _sums_nothing(e.eqn)]
+        return making(equations, [v for e in heavy for v in e.outvals])
 
     def _order(self) -> list[tuple[int, ...]]:
         """Return the parts: kernels, and loops of the carries ready before and after them."""
@@ -161,3 +166,7 @@ class Partition:
         operands = {v for v in e.reads if part_of.get(v, EARLY) != EARLY}
         given = sum(aval_bytes(avals[v]) for v in operands)
         return not is_heavy(e.eqn) and given < sum(aval_bytes(avals[v]) for v in e.outvals)
+
+
+def _sums_nothing(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0]

@@ -75,7 +75,7 @@ def _in_parts(
                 reasons.append(reason)
         refused = {p.carries for p in route.parts if p.kernel is None}
         if refused.isdisjoint(scans):
-            apart = f"affine carries run apart: {'; '.join(reasons)}"
+            apart = f"affine carries run apart: {'; '.join(dict.fromkeys(reasons))}"
             return route, f"{describe(loop, groups)}; {apart}"
         scans = {carries: None for carries in scans if carries not in refused}
     return None, why

@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.kernel_selection.scans import affine_scan
+from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
 from tests.programs import assert_close
 
 L, D, N = 20, 6, 4
@@ -223,6 +225,35 @@ def test_gradients_make_states_again() -> None:
     assert f"{L},{D},{N}" in str(jax.make_jaxpr(want)(*args))  # states of all steps
     assert f"{L},{D},{N}" not in str(jax.make_jaxpr(got)(*args))
     assert_close(jax.jit(want)(*args), jax.jit(got)(*args))
+
+
+def test_gradients_run_as_kernels_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward loop sums over every axis of its states; here the kernels are interpreted."""
+
+    def interpreted(spec, *operands, backend):
+        assert backend == "triton"
+        readouts.append(len(spec.readouts))
+        return scan_triton(spec, *operands, interpret=True)
+
+    def pulled(x, dt, A, b, c, cotangent):
+        def over_batch(x, dt, A, b, c):
+            def step(h, given):
+                x, dt, b, c = given
+                h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * b[:, None]
+                return h, jnp.einsum("bdn,bn->bd", h, c)
+
+            return lax.scan(step, jnp.zeros((2, *A.shape)), (x, dt, b, c))[1]
+
+        y, pull = jax.vjp(over_batch, x, dt, A, b, c)
+        return y, pull(cotangent)
+
+    readouts: list[int] = []
+    monkeypatch.setattr(affine_scan, "scan", interpreted)
+    x, dt, b, c = (jnp.stack([v, v[::-1]], 1) for v in (X, DT, B, C))
+    args = (x, dt, A, b, c, jnp.cos(x))
+    ours = sym_optimize(pulled, kernels="triton", device="h200")
+    assert_close(jax.jit(pulled)(*args), ours(*args))
+    assert readouts == [3, 4, 0]  # the loop, the backward loop, and the sum that is Ā
 
 
 @pytest.mark.parametrize("rule", [lax.stop_gradient, jax.nn.relu], ids=["stop", "relu"])

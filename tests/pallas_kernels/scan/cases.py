@@ -193,6 +193,31 @@ def _shared_decay() -> ScanCase:
     return ScanCase("shared decay", spec, naive)
 
 
+def _sums() -> ScanCase:
+    """Sums over each axis of the state and over two of them, as in the gradient of a scan."""
+    over = (("b",), ("d",), ("n",), ("d", "n"), ())
+    spec = ScanSpec(
+        sizes=(("t", 21), ("b", 2), ("d", 300), ("n", 3)),
+        time="t",
+        state=("b", "d", "n"),
+        operands=(Operand(("t", "b", "d")), Operand(("t", "b", "n"))),
+        coefficients=ScanProgram(lambda values, t: values, (0, 1)),
+        readouts=tuple(
+            Readout(ScanProgram(lambda h, values, t: (h[0] + values[0]) * h[1], (1,)), axes)
+            for axes in over
+        ),
+        reverse=True,
+    )
+
+    def naive(a: Any, b: Any) -> list[np.ndarray]:
+        a, b = wide(a)[..., None], np.repeat(wide(b)[:, :, None], 300, 2)
+        h, _ = states(21, lambda t, h: a[t] * h + b[t], np.zeros((2, 300, 3)), True)
+        made = (np.concatenate([h[1:], np.zeros_like(h[:1])]) + b) * h
+        return [made.sum(tuple(1 + "bdn".index(a) for a in axes)) for axes in over]
+
+    return ScanCase("sums over every axis", spec, naive)
+
+
 def _unit() -> ScanCase:
     """A linear recurrent unit: complex states, real outputs."""
     spec = ScanSpec(
@@ -235,6 +260,7 @@ CASES = [
     plain_case("integers", dtype="int32", start=True),
     plain_case("complex", dtype="complex64", start=True),
     _shared_decay(),
+    _sums(),
     _unit(),
     selective_case("selective", 2, 26, 12, 4),
     selective_case("selective, groups", 1, 17, 12, 5, groups=3, last=True, start=True),

@@ -165,3 +165,18 @@ def test_spellings_are_few_kernels_that_hold_no_states(fun, most, compile_h200):
     assert (
         8 * ours.memory_analysis().temp_size_in_bytes <= theirs.memory_analysis().temp_size_in_bytes
     )
+
+
+def test_gradient_of_a_loop_is_few_kernels(compile_h200, one_device):
+    """The backward loop reads the states and sums over each of their axes."""
+
+    def pulled(*args):
+        made, pull = jax.vjp(sequential, *args[:-1])
+        return made, pull(args[-1])
+
+    wide, shared = (1, 1024, 512), (1, 1024, 16)
+    shapes = (wide, wide, (512, 16), shared, shared, (512,), wide, wide)
+    avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    compiled = compile_h200(sym_optimize(pulled, device="h200"), *avals)
+    assert " while(" not in compiled.as_text()
+    assert kernels(compiled) <= 12
