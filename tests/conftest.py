@@ -10,11 +10,16 @@ The environment is set here, before JAX is imported. On a machine with a GPU:
 
 import collections
 import gc
+import itertools
 import os
 import tempfile
+import threading
 from importlib import metadata
+from typing import Any
 
 DEVICES = 8
+TESTS_PER_COLLECTION = 50
+LOWERINGS_PER_CONTEXT = 10
 
 
 def compiler_flags(given: str, jaxlib: str) -> str:
@@ -32,6 +37,7 @@ def compiler_flags(given: str, jaxlib: str) -> str:
     return " ".join([given, *added]).strip()
 
 
+gc.disable()  # collections took a fifth of the time: garbage is collected between tests
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # decisions do not depend on the cores of the machine
     os.environ["SYMJAX_DEVICE"] = "cpu"
@@ -44,6 +50,7 @@ os.environ["XLA_FLAGS"] = compiler_flags(
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 from symjax_rewrite import jax_internals  # noqa: E402
 from symjax_rewrite.api import sym_optimize  # noqa: E402
@@ -59,6 +66,26 @@ from tests.pallas_kernels.gpu_compiler import (  # noqa: E402, F401  fixtures of
 # Compilation makes deadlines meaningless; the same programs are tried in every run.
 hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("symjax")
+
+_FINISHED = itertools.count(1)
+
+
+def reuse_contexts() -> None:
+    """Share MLIR contexts among ten lowerings of a thread, as later JAX does: one takes 4 ms."""
+    if hasattr(mlir, "_create_ir_context"):
+        return
+    create, held = mlir.make_ir_context, threading.local()
+
+    def make_ir_context() -> Any:
+        held.count = getattr(held, "count", -1) + 1
+        if held.count % LOWERINGS_PER_CONTEXT == 0:
+            held.context = create()
+        return held.context
+
+    mlir.make_ir_context = make_ir_context
+
+
+reuse_contexts()
 
 COMPILERS = {"compile_h200", "compile_l4", "shared_memory"}  # fixtures that compile for a GPU
 
@@ -97,6 +124,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt modules and collected tests, which live until the end, from garbage collection."""
+    collect()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Collect the garbage of some tests at once."""
+    if next(_FINISHED) % TESTS_PER_COLLECTION == 0:
+        collect()
+
+
+def collect() -> None:
+    """Collect garbage; what is left, caches for the most part, is not walked again."""
     gc.collect()
     gc.freeze()
 

@@ -1,5 +1,6 @@
 """Running it: verification, bisection, switching off, plans, and several devices."""
 
+import gc
 import json
 import re
 import warnings
@@ -194,3 +195,23 @@ def test_no_collectives_are_added(spec):
 
     assert count(sym_optimize(attention)) == count(attention)
     assert count(sym_optimize(attention, kernels="xla")) != count(attention)  # what it avoids
+
+
+def test_collector_of_garbage_rests_during_optimisation_and_runs_after_it():
+    seen = []
+
+    class Witness:
+        name = "witness"
+
+        def candidates(self, program, context):
+            seen.append(gc.isenabled())
+            return ()
+
+    gc.enable()  # tests run without it
+    try:
+        sym_optimize(chain, rules=packs.default + RulePack("seen", (Witness(),)))(A, B, C)
+        assert gc.isenabled()
+    finally:
+        gc.disable()
+    assert seen
+    assert not any(seen)
