@@ -113,7 +113,7 @@ class Refusal:
     reason: a sentence that an `Obstacle` makes; a plain one has the obstacle `FORM`. count: number
     of places it represents. ratio: predicted seconds as written divided by those of the refused
     computation; None if no pass compared them. by_size: True if other numbers for named
-    sizes might turn the refusal.
+    sizes might turn the refusal. rules: the names of the rules that derive the refused form.
     """
 
     name: str
@@ -122,6 +122,7 @@ class Refusal:
     count: int = 1
     ratio: float | None = None
     by_size: bool = False
+    rules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

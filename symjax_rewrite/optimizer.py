@@ -113,19 +113,21 @@ class Result:
         return plan if self.choices is None else {**plan, "choices": sorted(self.choices)}
 
     def declined(self, f: Refusal | RouteUse) -> None:
-        """Record a refusal: one entry for each name and reason.
+        """Record a refusal: one entry for each name, rules and reason.
 
         The entry of several places has the first line and the highest ratio of all.
         """
         for use in self.routes:
-            if (use.name, use.taken, use.reason) == (f.name, False, f.reason):
+            if not use.taken and (use.name, use.rules, use.reason) == (f.name, f.rules, f.reason):
                 use.count += f.count
                 use.ratio = max((r for r in (use.ratio, f.ratio) if r is not None), default=None)
                 use.places[f.where] = use.places.get(f.where, 0) + f.count
                 return
         log("route", "%s: %s", f.name, f.reason)
         self.routes.append(
-            RouteUse(f.name, False, f.reason, f.where, f.count, f.ratio, by_size=f.by_size)
+            RouteUse(
+                f.name, False, f.reason, f.where, f.count, f.ratio, by_size=f.by_size, rules=f.rules
+            )
         )
 
     def took(self, c: Candidate) -> None:

@@ -35,7 +35,9 @@ def chosen(
 
     def refuse(faulty: Sequence[Candidate], reason: str) -> None:
         nonlocal left
-        refused.extend(Refusal(c.name, reason, c.where, c.count, c.ratio) for c in faulty)
+        for c in faulty:
+            rules = tuple(name for name, _ in c.rules)
+            refused.append(Refusal(c.name, reason, c.where, c.count, c.ratio, rules=rules))
         left = [c for c in left if c not in faulty]
 
     staged: Staged = {}

@@ -23,9 +23,12 @@ DTYPES = {
 }  # fmt: skip
 
 
+SHORT = {name: short for short, name in DTYPES.items()}
+
+
 def spec_text(x: Any) -> str:
-    """Return the dtype and shape of an array or a spec: `float32[b,4096]`."""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    """Return the dtype and shape of an array or a spec: `f32[b,4096]`."""
+    return f"{SHORT.get(str(x.dtype), x.dtype)}[{','.join(map(str, x.shape))}]"
 
 
 def parse_argument(text: str, scope: export.SymbolicScope) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 NOT_PRICED = "not priced"
+PREDICTED = "predicted "  # opens every reason that states a gain of speed
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str = "<", gap: int = 2) -> list[str]:
@@ -53,11 +56,56 @@ def digits(value: float) -> str:
     return f"{value:.3g}"
 
 
-def predicted(before_s: float, after_s: float) -> str:
-    """Return the predicted times of a form that is taken and of the form as written.
+def quantity(value: Any, unit: str = "") -> str:
+    """Return a count of a unit for a reader; an expression of symbolic sizes as it is.
 
     Example:
-        >>> predicted(5.2e-3, 3e-3)
-        'predicted 3.00 ms instead of 5.20 ms'
+        >>> quantity(671088640, "FLOP"), quantity(4, "B"), quantity(None, "B")
+        ('671 MFLOP', '4 B', 'not priced')
     """
-    return f"predicted {duration(after_s)} instead of {duration(before_s)}"
+    if value is None:
+        return NOT_PRICED
+    if not isinstance(value, (int, float)):
+        return str(value)
+    for size, prefix in PREFIXES:
+        if value >= 0.9995 * size:
+            return f"{digits(value / size)} {prefix}{unit}"
+    text = str(int(value)) if float(value).is_integer() else digits(value)
+    return f"{text} {unit}".rstrip()
+
+
+def ratio(value: float) -> str:
+    """Return how many times, for a reader.
+
+    Example:
+        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144), ratio(1e-4)
+        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×', '<0.01×')
+    """
+    if 0 < value < 0.005:
+        return "<0.01×"
+    if value >= 1e4:
+        return f"{quantity(value)}×"
+    return f"{value:.2f}×" if value < 9.995 else f"{digits(value)}×"
+
+
+def speed(gain: float) -> str:
+    """Return a gain of speed for a reader; a loss by how many times slower.
+
+    Example:
+        >>> speed(2.136), speed(1.001), speed(0.74)
+        ('2.14× as fast', 'no faster', '1.35× slower')
+    """
+    if 0.995 <= gain < 1.005:
+        return "no faster"
+    return f"{ratio(gain)} as fast" if gain > 1 else f"{ratio(1 / max(gain, 1e-9))} slower"
+
+
+def too_slow(gain: float, least: float) -> str:
+    """Return the reason why a form of this predicted gain is refused: the least gain to take it.
+
+    Example:
+        >>> too_slow(1.04, 1.25), too_slow(0.74, 1.25)
+        ('predicted 1.04× as fast, below the 1.25× required', 'predicted 1.35× slower')
+    """
+    text = f"{PREDICTED}{speed(gain)}"
+    return f"{text}, below the {ratio(least)} required" if gain > 0.995 else text

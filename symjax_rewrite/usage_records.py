@@ -30,7 +30,8 @@ class RouteUse:
     count: number of places of the program it represents. seconds: predicted, of these places as
     written and with the kernel or rule; None if no pass compared them. ratio: the first number of
     `seconds` divided by the second. places: the number of places by line. by_size: True for a
-    refusal that other numbers for named sizes might turn.
+    refusal that other numbers for named sizes might turn. rules: the names of the rules that derive
+    a refused form.
     """
 
     name: str
@@ -42,6 +43,7 @@ class RouteUse:
     seconds: tuple[float, float] | None = None
     places: dict[str, int] = field(default_factory=dict)
     by_size: bool = False
+    rules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.places and self.where:

@@ -95,7 +95,8 @@ class Finding:
         """Return what the property saves or could save; empty if there is no price."""
         saved = "" if self.saved_s is None else units.duration(self.saved_s)
         saved = saved and (f"at most {saved} to save" if self.is_bound else f"saves {saved}")
-        ratio = "" if self.ratio is None else f"{units.ratio(self.ratio)} there"
+        told = self.ratio is None or self.reason.startswith(units.PREDICTED)
+        ratio = "" if told else f"{units.speed(self.ratio or 0)} there"
         return ", ".join(filter(None, (saved, ratio)))
 
 
@@ -156,7 +157,8 @@ def _taken(decision: Decision) -> Iterator[_Use]:
         saved = _saved_s(decision, c) if len(seen) <= MOST_PRICED else c.saved_s or None
         names = [n for n, _ in used] or [c.name]
         known = tuple(p for n, p in used for p in _serves(n, p, pack)) if used else ()
-        properties = tuple(dict.fromkeys((*_kernel_properties(c.name, pack), *known)))
+        of_kernel = *_kernel_properties(c.name, pack), *_declared(c)
+        properties = tuple(dict.fromkeys((*of_kernel, *known)))
         laws = [law_of(r) for r in pack.rules if r.name in names]
         laws += [PASSES[n] for n in names if n in PASSES]
         reason = c.reason if route else ", ".join(filter(None, laws))
@@ -183,6 +185,13 @@ def _kernel_properties(name: str, pack: RulePack) -> tuple[str, ...]:
     added = next((p for p in pack.added if p.name == name), None)
     declared = tuple(p for p in getattr(added, "uses", ()) if p in PROPERTIES)
     return declared or USES.get(name, ())
+
+
+def _declared(c: Candidate) -> Iterator[str]:
+    """Yield the properties that the kernels of a candidate declare as `uses`."""
+    for part in c.parts:
+        for maker in part.makers.values() if isinstance(part, TermPart) else ():
+            yield from getattr(maker, "uses", ())
 
 
 def _serves(name: str, prop: str, pack: RulePack) -> tuple[str, ...]:

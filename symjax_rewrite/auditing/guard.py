@@ -124,7 +124,7 @@ def _cliff(
     after_s = report.after.seconds or 0.0
     advice = "leave out rules= and kernels=" if t.is_optimised else "decorate it: @sym_optimize"
     return CliffError(
-        f"an equal form of {t.name} is predicted {regret:.3g} times faster on {t.device.name}",
+        f"an equal form of {t.name} is predicted {units.speed(regret)} on {t.device.name}",
         where=where,
         expected=f"at most {most:g} times the cheapest equal form",
         got=f"{units.duration(regret * after_s)}; {units.duration(after_s)} by {form}{also}",

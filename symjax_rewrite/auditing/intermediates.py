@@ -9,6 +9,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir.sizes import from_jax, value
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.spec_texts import spec_text
 
 
 class Intermediate(NamedTuple):
@@ -51,5 +52,5 @@ def largest_intermediate(closed: ClosedJaxpr, sample: Mapping[str, int]) -> Inte
         for d in getattr(aval, "shape", ()):
             size *= value(from_jax(d), dict(sample))
         if hasattr(aval, "dtype") and size > largest.bytes:
-            largest = Intermediate(size, aval.str_short(), where)
+            largest = Intermediate(size, spec_text(aval), where)
     return largest

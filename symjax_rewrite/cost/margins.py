@@ -12,6 +12,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import Kind
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.text_tables import PREDICTED, speed, too_slow
 
 
 class Priced(Protocol):
@@ -119,10 +120,10 @@ def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) 
     if not pays(before.seconds, after.seconds, "rewrite", device):
         fused = before.flops == after.flops == 0  # loops, which XLA fuses as it chooses
         if any(b < a for b, a in pairs) or (fused and not frozen):
-            return False, Obstacle.COST(f"predicted gain {gain:.2f} is below {margins.rewrite}")
+            return False, Obstacle.COST(too_slow(gain, margins.rewrite))
         if not frozen and not pays(before.seconds, after.seconds, "dominating", device):
-            return False, Obstacle.COST(f"predicted gain is below {margins.dominating}")
+            return False, Obstacle.COST(too_slow(gain, margins.dominating))
         return True, "dominates"
     if after.largest > before.largest * margins.larger:
         return False, Obstacle.MEMORY("would hold a larger intermediate")
-    return True, f"predicted {gain:.2f} times faster"
+    return True, f"{PREDICTED}{speed(gain)}"

@@ -32,6 +32,7 @@ from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposa
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Band
+from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import ratio_of
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidate numbers of blocks
@@ -116,8 +117,9 @@ class _BandedSelection:
                     yield from candidates(t, "banded", [proposal])
                     break
                 least = margins.margin("banded", self.device)
-                reason = Obstacle.COST(f"predicted gain of blocks is below {least}")
-                yield Refusal("banded", reason, where, ratio=ratio_of(*seconds))
+                gain = ratio_of(*seconds)
+                reason = Obstacle.COST(too_slow(gain or 0.0, least))
+                yield Refusal("banded", reason, where, ratio=gain)
 
     def _blocks(
         self, cls: int, row: int, band: Band

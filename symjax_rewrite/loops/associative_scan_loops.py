@@ -32,7 +32,6 @@ from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.stepwise_equations import stepped_result
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import FUSION
-from symjax_rewrite.text_tables import predicted
 
 Arrays = list[Array]
 Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed order
@@ -69,7 +68,7 @@ class AffineTrees:
                 reason = Obstacle.COST(f"{what} is predicted to be no slower than loops")
                 yield refused(reason, eqn, seconds)
             else:
-                taken.append((d, f"{what} runs as loops: {predicted(*seconds)}", seconds))
+                taken.append((d, f"{what} runs as loops", seconds))
         loops = as_loops(around, [d for d, _, _ in taken])
         for (_, reason, seconds), parts in zip(taken, loops, strict=True):
             yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)

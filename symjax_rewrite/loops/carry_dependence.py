@@ -19,6 +19,7 @@ from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_kind
 from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.spec_texts import spec_text
 
 FREE, SUM, DIAGONAL, MATRIX, MAX_PLUS, OTHER = range(6)
 NAMES = {
@@ -80,7 +81,8 @@ def describe(loop: Loop, groups: Iterable[Group] | None = None) -> str:
         avals = [loop.body.avals[loop.carries[k].inner] for k in group.carries]
         kind = group.degree.kind
         name = NAMES.get(kind, f"not affine: {group.degree.why}" if kind == OTHER else "given")
-        parts.append(f"{', '.join(a.str_short() for a in avals)} is {name}")
+        state = "the state" if len(avals) == 1 else "states"
+        parts.append(f"{state} {', '.join(map(spec_text, avals))}: {name}")
     return "; ".join(dict.fromkeys(parts)) or "no carry"
 
 

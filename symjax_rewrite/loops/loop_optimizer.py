@@ -40,7 +40,6 @@ from symjax_rewrite.loops.unrolled_detection import may_repeat
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
-from symjax_rewrite.text_tables import predicted
 
 
 class Route(Protocol):
@@ -200,8 +199,7 @@ class LoopSearch:
                 yield refused(why, eqn)
             yield refused(Obstacle.CONFLICT("a tree is predicted to be faster here"), eqn)
         else:
-            tree = f"a tree of {prefix.length} steps runs as a loop"
-            reason = f"{tree}: {predicted(*seconds)}"
+            reason = f"a tree of {prefix.length} steps runs as a loop"
             part = loop_part(loop, Motion(), eqn)
             yield candidate(part, names=[FUSION], reason=reason, seconds=seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
@@ -14,7 +15,9 @@ from symjax_rewrite.reports.details import Details
 from symjax_rewrite.reports.program_cost import (
     UNKNOWN,
     ProgramTerms,
+    Sample,
     Traffic,
+    at_sample,
     memory,
     program_flops,
     temporary_bytes,
@@ -42,6 +45,10 @@ def make_report(
     if first.seconds is not None and second.seconds is not None and second is not first:
         first.seconds += result.repeated_s
         first.seconds, second.seconds = _as_decided(first.seconds, second.seconds, result)
+    kernels = any(jax_internals.is_replacement(e.eqn) for e in after.t.program.equations)
+    if kernels and result.sample:  # a kernel is priced at numbers: both sides are
+        for side in (first, second):
+            side.flops, side.bytes = (_at(x, result.sample) for x in (side.flops, side.bytes))
     details = Details(result, optimiser, (before, after), device)
     return Report(
         before=first,
@@ -98,6 +105,10 @@ def _as_decided(before_s: float, after_s: float, result: Result) -> tuple[float,
     return before_s, min(after_s, before_s - saved_s) if saved_s > 0 else after_s
 
 
+def _at(amount: Any, sample: Sample) -> float | None:
+    return None if amount is None else at_sample(amount, sample)
+
+
 def _side(
     make: Callable[[], ClosedJaxpr], terms: ProgramTerms, result: Result, device: Device
 ) -> Side:
@@ -105,6 +116,6 @@ def _side(
     moved: Traffic = UNKNOWN
     if result.finished or not program.equations:
         moved = terms_traffic(terms, device, result.sample)
-    peak, largest = memory(program, device) or (None, None)
+    peak, largest = memory(program, device, result.sample)
     flops = program_flops(program, device)
     return Side(flops, moved.bytes, moved.seconds, peak, largest, moved.launches, make)

@@ -25,9 +25,9 @@ RUNS = 4  # sets of facts tried by the optimiser
 class Advice:
     """A form that is cheaper for some sizes only.
 
-    written, other: FLOPs of both forms. equal_at: the sizes at which they are equal. undecided: the
-    inequalities that are not proved. facts: for `assume=`, with which the other form is taken;
-    empty if none were found.
+    written, other: FLOPs of both forms. moved: bytes that they move. equal_at: the sizes at which
+    the FLOPs are equal. undecided: the inequalities that are not proved. facts: for `assume=`, with
+    which the other form is taken; empty if none were found.
     """
 
     written: str
@@ -35,9 +35,13 @@ class Advice:
     equal_at: str
     undecided: tuple[str, ...]
     facts: Facts
+    moved: tuple[str, str]
 
     def __str__(self) -> str:
-        text = f"written {self.written} FLOPs, other form {self.other} FLOPs"
+        if self.written == self.other:
+            written, other = self.moved
+            return f"memory traffic as written {written} B, of the other form {other} B"
+        text = f"as written {self.written} FLOPs, the other form {self.other} FLOPs"
         return f"{text}; equal at {self.equal_at}" if self.equal_at else text
 
     def advice(self) -> str:
@@ -65,6 +69,7 @@ def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool]) -> Ad
         _equal_at(gain),
         tuple(f"{inequality(p)} ({text})" for p, text in open_),
         facts,
+        (text_of(found.before.bytes), text_of(found.after.bytes)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from symjax_rewrite import jax_internals
@@ -13,7 +14,7 @@ from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.reports.bottlenecks import Bottleneck, bottlenecks, kernel_times
 from symjax_rewrite.reports.crossovers import Advice, Facts, advise
 from symjax_rewrite.reports.derivation import Derivations, DerivationStep
-from symjax_rewrite.reports.program_cost import ProgramTerms
+from symjax_rewrite.reports.program_cost import ProgramTerms, is_priced
 from symjax_rewrite.reports.statements import Statement, Statements
 from symjax_rewrite.usage_records import Change
 
@@ -81,6 +82,15 @@ class Details:
     def bottlenecks(self) -> list[Bottleneck]:
         """Return the source lines of the program as written with their modelled seconds."""
         return bottlenecks(kernel_times(self.sides[0], self.pricing, self.result.sample))
+
+    @functools.cached_property
+    def unpriced(self) -> dict[str, int]:
+        """Return the primitives of the program as written that no model prices, with counts."""
+        eqns = (e.eqn for e in self.sides[0].equations())
+        sample = self.result.sample
+        return dict(
+            Counter(e.primitive.name for e in eqns if not is_priced(e, self.pricing, sample))
+        )
 
     @property
     def seconds_by_line(self) -> dict[str, float]:

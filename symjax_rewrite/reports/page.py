@@ -18,7 +18,16 @@ from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.reports.roofline import Point, roofline
 from symjax_rewrite.reports.source_lines import SourceBlock, source_blocks
 from symjax_rewrite.reports.statements import Statement
-from symjax_rewrite.reports.text import cost_rows, grouped, headline, title
+from symjax_rewrite.reports.text import (
+    cost_rows,
+    grouped,
+    headline,
+    named,
+    refusal,
+    search,
+    title,
+    unpriced,
+)
 from symjax_rewrite.usage_records import Change
 
 MOST_FORMULAS = 200  # different lines of one side
@@ -73,7 +82,9 @@ def _costs(report: Record) -> Iterator[Html]:
     heads = ("", "before", "after", "") if report.changed else ("", "as written")
     yield table(heads, (_cost_row(report, *each) for each in cost_rows(report)), "narrow")
     if report.sample:
-        yield tag("p", f"Model time and launches at {units.sizes(report.sample)}.", kind="dim")
+        yield tag("p", f"Numbers are those at {units.sizes(report.sample)}.", kind="dim")
+    if found := unpriced(report):
+        yield tag("p", found, kind="dim")
 
 
 def _cost_row(report: Record, field: str, cells: tuple[str, str, str, str]) -> Html:
@@ -122,7 +133,7 @@ def _undecided(report: Record) -> Iterator[Html]:
 def _candidate(
     kind: str, name: str, ratio: float | None, places: Mapping[str, int], advice: str = ""
 ) -> Html:
-    gain = "" if ratio is None else f"{units.ratio(ratio)} there"
+    gain = "" if ratio is None else f"{units.speed(ratio)} there"
     where = "; ".join(f"{short_place(w)}{units.times(n)}" for w, n in places.items() if w)
     tags = (
         tag("span", kind, kind=f"tag {kind}"),
@@ -138,8 +149,8 @@ def _candidates(report: Record) -> Iterator[Html]:
     refused = [use for use in report.routes if not use.taken]
     yield from [tag("h2", "Considered, not done")] if refused else []
     for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
-        reason = units.scaled_numbers(use.reason)
-        yield _candidate("refused", f"{use.name}: {reason}", use.ratio, use.places, remedy(use))
+        text = f"{named(use)}: {refusal(use)}"
+        yield _candidate("refused", text, None, use.places, remedy(use))
 
 
 # ---------------------------------------------------------------- formulas and sources
@@ -247,8 +258,8 @@ def _product_dtypes(program: Program) -> list[str]:
 
 def _passes(report: Record) -> Iterator[Html]:
     yield tag("h2", "The optimiser")
-    search = f"Search among the rules: {report.stop}. {units.duration(report.time_s)} in all."
-    yield tag("p", search, kind="dim")
+    ended = f"Rule search: {search(report)}; {units.duration(report.time_s)} in all."
+    yield tag("p", ended, kind="dim")
     most = max(report.passes.values(), default=0.0) or 1.0
     slowest = sorted(report.passes.items(), key=lambda x: -x[1])
     rows = [

@@ -28,6 +28,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.loop_reading import read_loop
 
 Sample = dict[str, int]  # a number for every named size
+Memory = tuple[float, float]  # bytes: the peak of live values, and the largest value
 
 # Operations that read at most as many elements of their first operand as they write.
 TAKES = frozenset({"gather", "dynamic_slice", "slice", "squeeze", "reshape"})
@@ -250,6 +251,12 @@ def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     return Traffic(moved, _pass_seconds(eqn, at_sample(moved, sample), device, sample), 1)
 
 
+def is_priced(eqn: JaxprEqn, device: Device, sample: Sample) -> bool:
+    """Return True if the traffic and FLOPs of an equation are known."""
+    found = equation_traffic(eqn, device, sample)
+    return None not in (found.bytes, found.seconds, _equation_flops(eqn, device))
+
+
 def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
     """Return the cost stated by the part behind a replacement equation; None if it states none."""
     cost = getattr(eqn.params["part"], "cost", None)
@@ -314,26 +321,23 @@ def _bytes(v: Any) -> Dim:
     return itemsize(str(v.aval.dtype)) * _size(v)
 
 
-def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None:
-    """Return the peak of live bytes, and the bytes of the largest value; None for symbolic sizes.
+def memory(program: Program, device: Device = CPU, sample: Sample | None = None) -> Memory:
+    """Return the peak of live bytes, and the bytes of the largest value, at sample sizes.
 
     Every equation counts as materialised. XLA fuses, so the true peak is lower; the same convention
     holds for both sides of a comparison.
     """
-    if any(not isinstance(d, int) for a in program.avals for d in getattr(a, "shape", ())):
-        return None
     given = (*program.inputs, *program.consts)
     last = _last_reads(program)
+    held = [_held(aval, sample or {}) for aval in program.avals]
     dead: dict[int, float] = {}
     for v, n in last.items():
-        dead[n] = dead.get(n, 0.0) + _held(program.avals[v])
-    peak = alive = sum(_held(program.avals[v]) for v in given)
+        dead[n] = dead.get(n, 0.0) + held[v]
+    peak = alive = sum(held[v] for v in given)
     largest = 0.0
     for n, e in enumerate(program.equations):
-        inside = _inside_memory(e.eqn, device)
-        if inside is None:
-            return None
-        made = {v: _held(program.avals[v]) for v in e.outvals}
+        inside = _inside_memory(e.eqn, device, sample or {})
+        made = {v: held[v] for v in e.outvals}
         largest = max([largest, inside[1], *made.values()])
         alive += sum(made.values())
         peak = max(peak, alive + inside[0])
@@ -341,7 +345,7 @@ def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None
     return peak, largest
 
 
-def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
+def _inside_memory(eqn: JaxprEqn, device: Device, sample: Sample) -> Memory:
     """Return the peak memory and the largest value inside one equation, results excluded."""
     is_staged = jax_internals.is_replacement(eqn)
     cost = replacement_cost(eqn, device) if is_staged else None
@@ -349,11 +353,9 @@ def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
         return cost.largest, cost.largest
     peak = largest = 0.0
     for body in [_staged(eqn)] if is_staged else bodies_run(eqn, device):
-        found = memory(flatten(body), device)
-        if found is None:
-            return None
+        found = memory(flatten(body), device, sample)
         # The inputs of a body share the memory of the equation's operands.
-        peak = max(peak, found[0] - sum(map(_held, body.in_avals)))
+        peak = max(peak, found[0] - sum(_held(aval, sample) for aval in body.in_avals))
         largest = max(largest, found[1])
     return peak, largest
 
@@ -364,8 +366,8 @@ def _last_reads(program: Program) -> dict[int, int]:
     return {v: n for n, values in enumerate(reads) for v in numbers(values)}
 
 
-def _held(aval: Any) -> float:
+def _held(aval: Any, sample: Sample) -> float:
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0.0
     shape, dtype = jax_internals.kind_of(aval)
-    return itemsize(dtype) * float(math.prod(shape))
+    return itemsize(dtype) * float(math.prod(at_sample(from_jax(d), sample) for d in shape))

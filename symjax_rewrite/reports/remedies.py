@@ -24,7 +24,6 @@ REMEDIES: dict[Obstacle, str] = {
     Obstacle.BUDGET: "budget=Budget(...) with a larger limit",
     Obstacle.RANDOM: "draw the random numbers before, and pass them as an argument",
     Obstacle.READER: "do not return or reuse the intermediate values",
-    Obstacle.ELEMENTWISE: "apply the linear layer to the norm's result directly",
     Obstacle.STORAGE: "store these weights in one dtype",
 }
 

@@ -15,7 +15,7 @@ from symjax_rewrite.usage_records import Change, RouteUse
 # Rows of the table: label, field of `Side`, its text.
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("model time", "seconds", units.duration),
-    ("flops", "flops", units.flops),
+    ("FLOPs", "flops", units.flops),
     ("memory traffic", "bytes", units.size),
     ("largest intermediate", "largest_intermediate", units.size),
     ("peak memory", "peak_bytes", units.size),
@@ -39,10 +39,12 @@ def headline(report: Record) -> str:
     gains = []
     is_symbolic = not (units.is_number(before.flops) or units.is_number(after.flops))
     if is_symbolic and before.flops != after.flops:
-        gains.append(f"flops {before.flops} to {after.flops}")
-    if (gain := units.ratio_of(before.seconds, after.seconds)) and gain != "1.00×":
+        gains.append(f"FLOPs {before.flops} to {after.flops}")
+    gain = before.seconds and after.seconds and before.seconds / after.seconds
+    if gain and (said := units.speed(gain)) != "no faster":
         times = f"{units.duration(before.seconds)} to {units.duration(after.seconds)}"
-        gains.append(f"predicted {gain} as fast ({times})")
+        there = f" at {units.sizes(report.sample)}" if report.sample else ""
+        gains.append(f"predicted {said} ({times}{there})")
     for label, name, _ in ROWS[2:4]:
         b, a = getattr(before, name), getattr(after, name)
         if units.is_number(b, a) and a and b > 1.25 * a:
@@ -55,18 +57,20 @@ def _gain_of_parts(report: Record) -> str:
     there = max((c.ratio or 0 for c in report.changes), default=0)
     if there <= 1:
         return "rewritten, without a price"
-    return f"predicted {units.ratio(there)} as fast where it was rewritten"
+    return f"predicted {units.speed(there)} where it was rewritten"
 
 
 def _alternative(report: Record) -> str:
     """Return the refused candidate with the highest predicted gain, as the end of a sentence."""
+    if report.details.crossovers:
+        return "; which form is cheaper depends on the sizes"
     best = report.best_alternative
     if best is None:
-        undecided = report.details.crossovers
-        return "; which form is cheaper depends on the sizes" if undecided else ""
-    gain = units.ratio(best.ratio or 0)
-    said = "no faster" if gain == "1.00×" else f"{gain} as fast"
-    return f"; best alternative: {best.name}, predicted {said}"
+        return ""
+    said = units.speed(best.ratio or 0)
+    if not said.endswith("as fast"):
+        return "; no form considered is predicted faster"
+    return f"; best alternative: {named(best)}, predicted {said} there"
 
 
 def _table(report: Record) -> Iterator[str]:
@@ -75,7 +79,17 @@ def _table(report: Record) -> Iterator[str]:
     heads = [("", "before", "after", "")] if report.changed else []
     yield from (f"  {line}" for line in aligned([*heads, *rows], "<>", 3))
     if report.sample:
-        yield f"  model time and launches at {units.sizes(report.sample)}"
+        yield f"  numbers are those at {units.sizes(report.sample)}"
+    if found := unpriced(report):
+        yield f"  {found}"
+
+
+def unpriced(report: Record) -> str:
+    """Return the operations for which some cost has no price; empty if all are priced."""
+    if None not in (report.before.seconds, report.before.flops, report.before.bytes):
+        return ""
+    names = [f"{name}{units.times(count)}" for name, count in report.details.unpriced.items()]
+    return f"without a price: {', '.join(names)}" if names else ""
 
 
 def cost_rows(report: Record) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
@@ -91,8 +105,7 @@ def _done(report: Record) -> Iterator[str]:
     groups = grouped(report.changes)
     yield from ["done:"] if groups else []
     for change, places, ratio in groups:
-        gain = f", {units.ratio(ratio)} there" if ratio is not None else ""
-        yield f"  {title(change)}{gain}"
+        yield f"  {title(change)}{gain_there(ratio)}"
         yield from _places(places)
 
 
@@ -105,6 +118,11 @@ def grouped(changes: list[Change]) -> list[tuple[Change, dict[str, int], float |
             places[where] = places.get(where, 0) + count
         ratios += [] if c.ratio is None else [c.ratio]
     return [(c, places, min(ratios, default=None)) for c, places, ratios in out.values()]
+
+
+def gain_there(ratio: float | None) -> str:
+    """Return the gain of a change at its place, as the end of a sentence; empty if unknown."""
+    return "" if ratio is None else f", {units.speed(ratio)} there"
 
 
 def title(change: Change) -> str:
@@ -135,7 +153,7 @@ def _refused(report: Record) -> Iterator[str]:
     refused = [r for r in report.routes if not r.taken]
     yield from ["considered, not done:"] if refused else []
     for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
-        yield f"  {use.name}: {refusal(use)}"
+        yield f"  {named(use)}: {refusal(use)}"
         yield from _places(use.places)
         if advice := remedy(use):
             yield f"    to change: {advice}"
@@ -144,9 +162,19 @@ def _refused(report: Record) -> Iterator[str]:
 def refusal(use: RouteUse) -> str:
     """Return the condition that failed, and the gain predicted for that part of the program."""
     reason = units.scaled_numbers(use.reason)
-    told = use.ratio is None or f"{use.ratio:.2f} " in reason
-    return reason if told else f"{reason} (predicted {units.ratio(use.ratio or 0)} there)"
+    told = use.ratio is None or reason.startswith(units.PREDICTED)
+    return reason if told else f"{reason} (predicted {units.speed(use.ratio or 0)} there)"
+
+
+def named(use: RouteUse) -> str:
+    """Return the rules by which a refused form is derived, or the name of its pass."""
+    return ", ".join(use.rules) or use.name
 
 
 def _search(report: Record) -> Iterator[str]:
-    yield f"rule search: {report.stop}; optimiser {units.duration(report.time_s)}"
+    yield f"rule search: {search(report)}; optimiser {units.duration(report.time_s)}"
+
+
+def search(report: Record) -> str:
+    """Return how the search among equal forms ended, for a reader."""
+    return report.stop.replace("saturated", "complete (saturated)")

@@ -8,28 +8,13 @@ from typing import Any
 
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.text_tables import NOT_PRICED as NOT_PRICED
+from symjax_rewrite.text_tables import PREDICTED as PREDICTED
+from symjax_rewrite.text_tables import PREFIXES
 from symjax_rewrite.text_tables import digits as digits
 from symjax_rewrite.text_tables import duration as duration
-
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def quantity(value: Any, unit: str = "") -> str:
-    """Return a count of a unit for a reader; an expression of symbolic sizes as it is.
-
-    Example:
-        >>> quantity(671088640, "FLOP"), quantity(4, "B"), quantity(None, "B")
-        ('671 MFLOP', '4 B', 'not priced')
-    """
-    if value is None:
-        return NOT_PRICED
-    if not isinstance(value, (int, float)):
-        return str(value)
-    for size, prefix in PREFIXES:
-        if value >= 0.9995 * size:
-            return f"{digits(value / size)} {prefix}{unit}"
-    text = str(int(value)) if float(value).is_integer() else digits(value)
-    return f"{text} {unit}".rstrip()
+from symjax_rewrite.text_tables import quantity as quantity
+from symjax_rewrite.text_tables import ratio as ratio
+from symjax_rewrite.text_tables import speed as speed
 
 
 def size(count: Any) -> str:
@@ -70,20 +55,6 @@ def count(value: Any) -> str:
     if is_number(value) and value < 1e6:
         return f"{value:.0f}"
     return quantity(value)
-
-
-def ratio(value: float) -> str:
-    """Return how many times, for a reader.
-
-    Example:
-        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144), ratio(1e-4)
-        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×', '<0.01×')
-    """
-    if 0 < value < 0.005:
-        return "<0.01×"
-    if value >= 1e4:
-        return f"{quantity(value)}×"
-    return f"{value:.2f}×" if value < 9.995 else f"{digits(value)}×"
 
 
 def ratio_of(before: Any, after: Any) -> str:

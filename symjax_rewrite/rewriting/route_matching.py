@@ -43,6 +43,7 @@ from symjax_rewrite.rewriting.lemma_matching import (
     traced,
 )
 from symjax_rewrite.spec_texts import spec_text
+from symjax_rewrite.text_tables import too_slow
 
 Sizes = tuple[tuple[str, Any], ...]  # a size for every letter
 MOST_SINGLE = 2  # letters of a pattern that may be axes of size 1 at one place
@@ -190,7 +191,7 @@ def compile_route(
     if wrong and any(size == 1 for _, size in sizes):
         return None
     if view is None or wrong:
-        got = ", ".join(a.str_short() for a in closed.out_avals)
+        got = ", ".join(map(spec_text, closed.out_avals))
         raise RuleError(f"{what} must compute one array from all its arguments", got=got)
     return RoutePattern(t, view, leaves, shape(t.graph, view.cls), closed.out_avals[0])
 
@@ -269,10 +270,9 @@ def _decided(
         return Refusal(route.name, reason, where)
     before_s = _written_s(terms, place)
     if after_s is not None and not margins.pays(before_s, after_s, "rewrite", context.device):
-        reason = Obstacle.COST(
-            f"predicted gain is below {margins.margin('rewrite', context.device)}"
-        )
-        return Refusal(route.name, reason, where, ratio=before_s / after_s if after_s else None)
+        gain = before_s / after_s
+        reason = Obstacle.COST(too_slow(gain, margins.margin("rewrite", context.device)))
+        return Refusal(route.name, reason, where, ratio=gain)
     maker, made = KernelCall(t, place, route.kernel, after_s), t.maker_of(place.cls)
     part = TermPart(t, {place.cls: maker}, opens=False, source=made and made.eqn)
     return Candidate(
@@ -351,7 +351,7 @@ class KernelCall:
         got = jax.typeof(made)
         if str(got.dtype) != c.dtype or got.shape != self.place.shape:
             wanted = jax.ShapeDtypeStruct(self.place.shape or (), np.dtype(c.dtype))
-            raise TypeError(f"the kernel returns {got.str_short()} for {spec_text(wanted)}")
+            raise TypeError(f"the kernel returns {spec_text(got)} for {spec_text(wanted)}")
         return lax.reshape(made, jax_sizes([c.sizes[s] for s in order], reader.env)), order
 
     @staticmethod

@@ -28,6 +28,7 @@ from symjax_rewrite.rewriting.lemma_matching import compile_lemma
 from symjax_rewrite.rewriting.route_matching import PatternRoute
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
 from symjax_rewrite.rules import packs
+from symjax_rewrite.spec_texts import spec_text
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 from symjax_rewrite.testing.route_checker import check_route
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Sizes, Specimen, arguments, size_tables
@@ -303,8 +304,8 @@ def compare_sides(what: str, where: str, both: Specimen, sizes: Sizes, dtype: st
         raise RuleError(
             f"the sides of {what} differ in shape or dtype",
             where=where,
-            expected=a.str_short(),
-            got=b.str_short(),
+            expected=spec_text(a),
+            got=spec_text(b),
         )
     for args in arguments(both, sizes, dtype, scales(dtype)):
         x, y = evaluate(closed, args)

@@ -73,6 +73,11 @@ def forces(p: Any, m: Any) -> Any:
     return (d * (m[None, :, None] * (r2**-1.5)[..., None])).sum(1)
 
 
+def kernel(p: Any, q: Any, m: Any) -> Any:
+    """Sums over pairs of two sets of points."""
+    return jnp.exp(-((p[:, None] - q[None]) ** 2).sum(-1)) @ m
+
+
 def lora(x: Any, w: Any, a: Any, b: Any) -> Any:
     return x @ (w + a @ b)
 
@@ -104,7 +109,7 @@ EXPECTED: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
          "redundancy": "one product is written 4 times"}),
     "a state space model": (
         mamba, (spec(512, 256), spec(512, 256), spec(256, 16), spec(512, 16), spec(512, 16)),
-        {"associativity": "is affine"}),
+        {"associativity": "f32[256,16]: affine"}),
     "retrieval": (
         retrieve, (spec(64, 256), spec(256, 8192)), {"associativity": "4 of 8192 sorted places"}),
     "forces": (
@@ -266,6 +271,17 @@ def test_limit_of_a_product(limit: str, device: str) -> None:
 def test_fresh_memory_counts_as_memory() -> None:
     """A large temporary is slow on a CPU because its pages are new, not because of its launch."""
     assert audited(forces, spec(2048, 3), spec(2048)).bottleneck == "memory"
+
+
+@pytest.mark.usefixtures("one_device")
+def test_fold_that_computes_each_pair_once_uses_symmetry() -> None:
+    found = [f for f in audited(forces, spec(4096, 3), spec(4096)).findings if f.used_by]
+    used = {f.property: f for f in found}
+    assert "each is computed once" in used["symmetry"].reason
+    assert used["symmetry"].what.startswith("antisymmetric in two indices")
+    plain = audited(kernel, spec(4096, 3), spec(4096, 3), spec(4096)).findings
+    used = {f.property for f in plain if f.used_by}
+    assert "associativity" in used and "symmetry" not in used  # rows are no columns
 
 
 @pytest.mark.parametrize("name", ["a low-rank adapter", "forces", "a mixture of experts"])

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from symjax_rewrite import Budget, jax_internals, sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
-from symjax_rewrite.reports.units import ratio
+from symjax_rewrite.reports.units import ratio, speed
 from tests.reports.examples import attention, recurrence
 
 NOT_PRICED = "not priced"
@@ -118,7 +118,7 @@ def spec_list(shapes):
 def assert_text_agrees(report):
     """Ratios stand where both numbers do, and are theirs."""
     lines = str(report).splitlines()
-    fields = {"flops": "flops", "memory traffic": "bytes", "model time": "seconds"}
+    fields = {"FLOPs": "flops", "memory traffic": "bytes", "model time": "seconds"}
     for label, name in fields.items():
         before, after = (getattr(side, name) for side in (report.before, report.after))
         rows = [x for x in lines if x.startswith(f"  {label}   ")]
@@ -242,14 +242,30 @@ def test_program_that_was_not_read_has_no_price():
     assert_text_agrees(report)
 
 
+def attention_heads(q, k, v):
+    return jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k)) @ v
+
+
 def test_model_time_of_named_sizes_says_at_which():
     n, d = export.symbolic_shape("n, d")
     specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, d), (d, d))]
     report = sym_optimize(lambda x, w: jnp.tanh(x @ w)).explain(*specs)
-    (line,) = (x for x in str(report).splitlines() if x.startswith("  model time and launches at"))
+    (line,) = (x for x in str(report).splitlines() if x.startswith("  numbers are those at"))
     assert all(f"{name} = {size}" in line for name, size in report.sample.items())
     assert set(report.sample) == {"n", "d"}
-    assert report.before.largest_intermediate is None  # it depends on the sizes
+    assert report.before.largest_intermediate == 4 * math.prod(report.sample.values())
+
+
+@pytest.mark.usefixtures("one_device")
+def test_fold_of_named_sizes_is_compared_at_numbers():
+    """A kernel's own price holds at the sample, so no formula stands beside a number."""
+    (n,) = export.symbolic_shape("n")
+    specs = [jax.ShapeDtypeStruct((8, n, 64), jnp.float32)] * 3
+    report = sym_optimize(attention_heads, device="cpu").explain(*specs)
+    assert report.changes[0].name == "fold"
+    for side in (report.before, report.after):
+        assert isinstance(side.flops, (int, float)) and isinstance(side.bytes, (int, float))
+    assert_text_agrees(report)
 
 
 def bytes_of(shape):
@@ -341,7 +357,7 @@ def test_refused_candidate_has_a_ratio():
     assert not use.taken and use.ratio < 1.25
     (taken,) = (r for r in forced.routes if r.name == "fold")
     assert taken.taken and use.ratio == pytest.approx(taken.ratio)
-    assert f"predicted {ratio(use.ratio)}" in str(report)
+    assert f"predicted {speed(use.ratio)}" in str(report)
 
 
 @pytest.mark.usefixtures("one_device")
@@ -349,11 +365,22 @@ def test_program_left_as_written_names_the_best_alternative():
     report = priced(*PROGRAMS["nearest neighbours"], "cpu", "auto")
     (use,) = (r for r in report.routes if r.name == "fold")
     assert report.best_alternative is use
-    first = str(report).splitlines()[0]
-    assert first.startswith("left as written: nearest on cpu; best alternative: fold, predicted")
+    for gain, said in ((0.8, "no form considered is predicted faster"),
+                       (1.2, "best alternative: fold, predicted 1.20× as fast there")):  # fmt: skip
+        use.ratio = gain
+        assert str(report).splitlines()[0] == f"left as written: nearest on cpu; {said}"
     saved = json.loads(report.to_json())
     assert saved["best_alternative"]["ratio"] == use.ratio
     assert [r["ratio"] for r in saved["routes"]] == [r.ratio for r in report.routes]
+
+
+def test_report_names_what_has_no_price():
+    report = sym_optimize(lambda x: jnp.fft.fft(x @ x), device="cpu").explain(
+        *spec_list([(64, 64)])
+    )
+    assert report.before.seconds is None
+    assert "  without a price: fft\n" in str(report)
+    assert "without a price: fft" in report.to_html()
 
 
 def test_program_without_candidates_names_no_alternative():

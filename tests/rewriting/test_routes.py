@@ -131,11 +131,11 @@ def test_look_alike_is_not_matched(name: str) -> None:
 B = export.symbolic_shape("b")[0]
 REFUSED = {
     "a condition": ({"when": lambda x, w: x.shape[0] % 3 == 0}, {}, "`when` does not hold at f"),
-    "a reason": ({"when": lambda x, w: "rows of 8 only"}, {}, "rows of 8 only at float32[8,16]"),
+    "a reason": ({"when": lambda x, w: "rows of 8 only"}, {}, "rows of 8 only at f32[8,16]"),
     "no kernels": ({}, {"kernels": "off"}, "kernels='off'"),
     "exact": ({}, {"numerics": "exact"}, "needs numerics='reassoc'"),
-    "slower": ({"seconds": 1.0}, {}, "predicted gain is below 1.25"),
-    "slower, by sizes": ({"seconds": lambda x, w: x.shape[0]}, {}, "predicted gain is below"),
+    "slower": ({"seconds": 1.0}, {}, "slower"),
+    "slower, by sizes": ({"seconds": lambda x, w: x.shape[0]}, {}, "slower"),
 }  # fmt: skip
 
 
@@ -206,8 +206,8 @@ def test_bisect_names_a_wrong_kernel() -> None:
 
 
 BAD_KERNELS = {
-    "another shape": (lambda x, w: x, "float32[8,16] for float32[8,4]"),
-    "another dtype": (lambda x, w: (x @ w).astype(jnp.bfloat16), "bfloat16[8,4] for float32[8,4]"),
+    "another shape": (lambda x, w: x, "f32[8,16] for f32[8,4]"),
+    "another dtype": (lambda x, w: (x @ w).astype(jnp.bfloat16), "bf16[8,4] for f32[8,4]"),
     "an exception": (lambda x, w: {}["missing"], "KeyError: 'missing'"),
 }  # fmt: skip
 
@@ -264,9 +264,9 @@ def test_check_rule_compares_pattern_and_kernel() -> None:
 
 WRONG = {
     "another value": (
-        {"kernel": lambda x, w: jax.nn.relu(x @ w)}, "differs from its pattern at float32["),
+        {"kernel": lambda x, w: jax.nn.relu(x @ w)}, "differs from its pattern at f32["),
     "another axis": ({"kernel": lambda x, w: gelu(x, w).T}, "another kind of array"),
-    "an exception": ({"kernel": lambda x, w: {}["a"]}, "raises at float32["),
+    "an exception": ({"kernel": lambda x, w: {}["a"]}, "raises at f32["),
     "half precision": (
         {"kernel": lambda x, w: gelu(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)).astype(x)},
         "raises at"),

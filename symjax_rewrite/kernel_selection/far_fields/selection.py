@@ -36,6 +36,7 @@ from symjax_rewrite.kernel_selection.folds.selection import taken_folds
 from symjax_rewrite.kernel_selection.kernel_candidate import Proposal, candidates
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
+from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import ratio_of
 
 SIDES = {1: (8, 16, 32, 64, 128), 2: (4, 6, 8, 12, 16, 24, 32, 48), 3: (4, 6, 8, 12, 16)}
@@ -67,8 +68,9 @@ class FarFields:
                 yield Refusal(self.name, str(error), fold.where)
                 continue
             if not always and not margins.pays(fold_s, plan.seconds, "far_field", device):
-                reason = f"predicted gain is below {margins.margin('far_field', device)}"
-                yield Refusal(self.name, reason, fold.where, ratio=ratio_of(fold_s, plan.seconds))
+                gain = ratio_of(fold_s, plan.seconds)
+                reason = too_slow(gain or 0.0, margins.margin("far_field", device))
+                yield Refusal(self.name, reason, fold.where, ratio=gain)
                 continue
             reason = f"{plan.grid.side}^{plan.grid.dims} cells, order {plan.grid.order}; "
             reason += "bounded at run time, else the fold"

@@ -106,6 +106,11 @@ class FoldRoute:
             needed += [r.cls for r in rows if r is not None]
         return needed
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Return the properties that its computation uses beside those of every fold."""
+        return getattr(self.compute, "uses", ())
+
     def operands(self) -> list[int]:
         """Return the classes that the fold itself reads."""
         return [c for c, _ in self.inputs]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 )
 from symjax_rewrite.pallas_kernels.fold.tile import results_of
 from symjax_rewrite.pallas_kernels.named_axes import Operand
+from symjax_rewrite.rewriting.rule import SYMMETRY
 
 Array = Any
 FLOATS = ("float32", "float64")
@@ -67,6 +68,7 @@ class MirroredFold:
     program: Sequence[Step]
     half: FoldSpec
     primitives: Any
+    uses: ClassVar[tuple[str, ...]] = (SYMMETRY,)
 
     def __call__(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         halves = [h for output in self.halves for h in output]

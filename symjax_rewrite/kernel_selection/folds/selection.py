@@ -52,6 +52,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.scan import SCANS
 from symjax_rewrite.rewriting.algebra import saved_by_rules
+from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import ratio_of
 
 Route = FoldRoute | ClassRoute
@@ -247,9 +248,7 @@ class _FoldSelection:
         least = min(c.least(self.device) for c in found)
         gain = max(c.before_s / c.after_s for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
-        return Obstacle.COST(
-            f"predicted gain {gain:.2f} is below {least:.2f}{cluster.memory}{where}"
-        )
+        return Obstacle.COST(f"{too_slow(gain, least)}{cluster.memory}{where}")
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:

@@ -51,6 +51,7 @@ from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.norm.cost import on_gpu
 from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
+from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import ratio_of
 
 NAME = "norm_linear"
@@ -182,11 +183,11 @@ class _NormSelection:
             before += sum(self._written(t, p, value, size) for p in route.parts)
             after += _kernel_price(t, route, d)[0]
         gain = before / after
-        text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
+        text = _count(made, members)
         if not margins.pays(before, after, "norm", d):
             also = ": another value reads the normalised value" if again else ""
             least = margins.margin("norm", d)
-            text = Obstacle.COST(f"predicted gain {gain:.2f} is below {least}{also}")
+            text = Obstacle.COST(f"{too_slow(gain, least)}{also}")
         return (before, after), text
 
     def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:

@@ -55,7 +55,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan, seconds_on_gpu
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, result_axes
-from symjax_rewrite.text_tables import predicted
+from symjax_rewrite.text_tables import too_slow
 
 TIME = "t"
 
@@ -162,7 +162,7 @@ def scan_of(
             return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
         before, after = found[0]
         kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
-        return kernel, f"the longest axis of its states innermost, {predicted(before, after)}"
+        return kernel, "the longest axis of its states innermost"
     if kernels == "auto":
         chosen = cuda_backend(spec)
         if not hasattr(chosen, "run"):
@@ -171,13 +171,13 @@ def scan_of(
         route = replace(builder.kernel(spec, backend), seconds=(before, after))
         if not margins.pays(before, after, "scan", device, states_bytes(spec)):
             least = margins.margin("scan", device, states_bytes(spec))
-            return None, Obstacle.COST(f"predicted gain {before / after:.2f} is below {least:.2f}")
-        return route, f"{_described(spec)} ({backend})"
+            return None, Obstacle.COST(too_slow(before / after, least))
+        return route, _described(spec)
     elif backend == "auto" and kernels != "always":
         return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, Obstacle.BACKEND(f"no kernel: {support}")
-    return builder.kernel(spec, backend), f"{_described(spec)} ({backend})"
+    return builder.kernel(spec, backend), _described(spec)
 
 
 def _described(spec: ScanSpec) -> str:

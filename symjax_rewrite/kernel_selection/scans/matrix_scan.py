@@ -39,7 +39,7 @@ from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     loop_seconds,
     matrix_scan,
 )
-from symjax_rewrite.text_tables import predicted
+from symjax_rewrite.text_tables import too_slow
 
 TIME = -1  # the axis of steps, beside the axes of a state
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -238,10 +238,10 @@ def matrices_of(
         return None, ""
     before = sum(loop_seconds(s, rates, gradient) for s in specs)
     after = sum(chunk_seconds(s, rates, gradient) for s in specs)
-    why = f"chunked matmuls of its matrix states, {predicted(before, after)}"
     if not margins.pays(before, after, "scan", device):
-        return None, why
-    return replace(route, seconds=(before, after)), why
+        least = margins.margin("scan", device)
+        return None, f"chunked matmuls of its matrix states: {too_slow(before / after, least)}"
+    return replace(route, seconds=(before, after)), "chunked matmuls of its matrix states"
 
 
 def _matrices(loop: Loop, groups: list[Group]) -> dict[tuple[int, ...], MatrixKernel]:
