@@ -21,6 +21,7 @@ from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.spec_texts import spec_text
 
 ADDED = "added_pass"  # reports print it as the property of a pass without properties
 
@@ -138,4 +139,4 @@ class PartOf:
 
 
 def _shown(kinds: Sequence[tuple[tuple, Any]]) -> str:
-    return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kinds)
+    return ", ".join(spec_text(jax.ShapeDtypeStruct(*kind)) for kind in kinds)

@@ -240,8 +240,8 @@ ERRORS = [
     ),
     (Wrong(_raises), "'wrong' raised where its replacement", "ValueError: boom"),
     (Wrong(_raises, opens=False), "'wrong' raised where its replacement", "ValueError: boom"),
-    (Wrong(lambda x: x[0]), "of other shapes or dtypes", "float32[3,4]"),
-    (Wrong(lambda x: x.T, opens=False), "of other shapes or dtypes", "float32[4,3]"),
+    (Wrong(lambda x: x[0]), "of other shapes or dtypes", "f32[3,4]"),
+    (Wrong(lambda x: x.T, opens=False), "of other shapes or dtypes", "f32[4,3]"),
     (Wrong(lambda x: x > 0), "of other shapes or dtypes", "bool[3,4]"),
     (Wrong(lambda x: (x, x)), "'wrong' raised where its replacement", "zip"),
 ]
