@@ -68,7 +68,7 @@ def quantity(value: Any, unit: str = "") -> str:
     if not isinstance(value, (int, float)):
         return str(value)
     for size, prefix in PREFIXES:
-        if value >= 0.9995 * size:
+        if value / size >= 0.9995:
             return f"{digits(value / size)} {prefix}{unit}"
     text = str(int(value)) if float(value).is_integer() else digits(value)
     return f"{text} {unit}".rstrip()
