@@ -122,7 +122,7 @@ def test_intermediates_in_loops_count() -> None:
     def loop(x: Any) -> Any:
         return jax.lax.scan(lambda c, _: (c + jnp.outer(x, x).sum(), None), 0.0, length=3)[0]
 
-    with pytest.raises(errors.CliffError, match=r"4.00 MB: float32\[1000,1000\]"):
+    with pytest.raises(errors.CliffError, match=r"4.00 MB: f32\[1000,1000\]"):
         guard(loop, spec(1000), device="cpu", max_regret=None, max_intermediate="1 MB")
 
 
