@@ -62,6 +62,8 @@ def bad_openings(source: str, has_verbs: bool) -> list[str]:
 
 def own_words(source: str) -> list[str]:
     """Return the comments, docstrings and messages with a word that the glossary lacks."""
+    if not OWN_WORDS.search(source):
+        return []
     kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [t.string for t in tokens if t.type in kinds and OWN_WORDS.search(t.string)]

@@ -3,14 +3,13 @@
 import ast
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from symjax_rewrite.cost import margins, profile_groups
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES, Device
-from tests.test_layers import MODULES, PACKAGE, ROOT
+from tests.test_layers import MODULES, PACKAGE, ROOT, parse
 
 SOURCES = {
     profile_groups.DATASHEET,
@@ -235,16 +234,12 @@ def margin_literals(tree: ast.Module) -> list[str]:
     return found
 
 
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("module", OUTSIDE)
-def test_no_module_holds_a_figure_of_a_device(module: str) -> None:
-    excepted = EXCEPTIONS.get(module, {})
-    found = set(constants(_tree(OUTSIDE[module])))
-    assert found - excepted.keys() == set(), "put it into a group of cost/profile_groups"
-    assert excepted.keys() - found == set(), "an exception that nothing needs"
+def test_no_module_holds_a_figure_of_a_device() -> None:
+    found = {module: set(constants(parse(path))) for module, path in OUTSIDE.items()}
+    added = {m: names - EXCEPTIONS.get(m, {}).keys() for m, names in found.items()}
+    assert {m: names for m, names in added.items() if names} == {}, "see cost/profile_groups"
+    unused = {m: EXCEPTIONS[m].keys() - names for m, names in found.items() if m in EXCEPTIONS}
+    assert {m: names for m, names in unused.items() if names} == {}, "no exception is needed"
 
 
 def test_exceptions_are_of_modules() -> None:
@@ -252,15 +247,14 @@ def test_exceptions_are_of_modules() -> None:
     assert ASK_FOR_BACKEND - OUTSIDE.keys() == set()
 
 
-@pytest.mark.parametrize("module", OUTSIDE)
-def test_no_module_asks_which_device_it_is(module: str) -> None:
-    asked = device_questions(_tree(OUTSIDE[module]))
-    assert bool(asked) == (module in ASK_FOR_BACKEND), asked
+def test_no_module_asks_which_device_it_is() -> None:
+    asked = {module: device_questions(parse(path)) for module, path in OUTSIDE.items()}
+    assert {m: lines for m, lines in asked.items() if lines}.keys() == ASK_FOR_BACKEND, asked
 
 
-@pytest.mark.parametrize("module", OUTSIDE)
-def test_no_module_compares_with_a_margin_of_its_own(module: str) -> None:
-    assert margin_literals(_tree(OUTSIDE[module])) == []
+def test_no_module_compares_with_a_margin_of_its_own() -> None:
+    found = {module: margin_literals(parse(path)) for module, path in OUTSIDE.items()}
+    assert {m: lines for m, lines in found.items() if lines} == {}
 
 
 def groups(part: Any) -> Iterator[Any]:
