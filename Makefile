@@ -46,6 +46,7 @@ test-newest: .venv-newest/.dev
 	.venv-newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 # Registers are counted: all of the compiler's passes run, which the other tests leave out.
+# PYTEST_ARGS=--every compiles what is swept too.
 test-aot: .venv-aot/.aot
 	XLA_FLAGS=--xla_backend_optimization_level=3 .venv-aot/bin/python $(PYTEST) -m compiled tests/pallas_kernels tests/kernel_selection/*/test_h200.py tests/test_on_gpu.py
 

@@ -88,30 +88,54 @@ def norm_avals(spec):
     return spec.avals
 
 
-@pytest.mark.parametrize("name", FOLDS)
+SMALL = {str(c): c.spec for c in CASES if supports(c.spec)}
+EVEN, ODD = ("L4", "H200"), ("A100", "B200")
+
+
+def halves(names):
+    """Draw half of names by the parity of their places' digits: half of every option's cases."""
+    parity = {name: k.bit_count() % 2 for k, name in enumerate(names)}
+    return [n for n in names if not parity[n]], [n for n in names if parity[n]]
+
+
+def asking(names, pairs):
+    """Draw two GPUs for half of the names, and the others for the other half; the rest is swept."""
+    drawn = {
+        (n, k)
+        for half, kinds in zip(halves(names), pairs, strict=True)
+        for n in half
+        for k in kinds
+    }
+    return [
+        pytest.param(name, kind, marks=[pytest.mark.sweep] * ((name, kind) not in drawn))
+        for name in names
+        for kind in GPUS
+    ]
+
+
+def compiling(names):
+    """Draw the names that no L4 is asked about; the rest is swept."""
+    drawn = halves(names)[1]
+    return [pytest.param(n, marks=[pytest.mark.sweep] * (n not in drawn)) for n in names]
+
+
+@pytest.mark.parametrize("name", compiling(FOLDS))
 def test_fold_compiles_for_an_l4(name, compile_l4):
     spec = FOLDS[name]
     compiled = compile_l4(lambda *xs: fold(spec, *xs), *avals(spec), may_spill=True)
     assert "__gpu$xla.gpu.triton" in compiled.as_text()
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", compiling(NORMS))
 def test_norm_linear_compiles_for_an_l4(name, compile_l4):
     spec = NORMS[name]
     compiled = compile_l4(lambda *xs: norm_linear(spec, *xs), *norm_avals(spec), may_spill=True)
     assert "__gpu$xla.gpu.triton" in compiled.as_text()
 
 
-SMALL = {str(c): c.spec for c in CASES if supports(c.spec)}
-SWEPT = {(name, kind) for name in SMALL for kind in ("A100", "B200")}  # as on an L4 and an H200
-ASKING = [
-    pytest.param(name, kind, marks=[pytest.mark.sweep] * ((name, kind) in SWEPT))
-    for name in (*FOLDS, *SMALL)
-    for kind in GPUS
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), ASKING)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*asking(FOLDS, (EVEN, ODD)), *asking(SMALL, (["L4"], ["H200"]))]
+)
 def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory, described):
     spec = {**FOLDS, **SMALL}[name]
     with described(kind):
@@ -121,8 +145,7 @@ def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory, descr
     assert asked <= fold_bytes(spec, blocks, GPUS[kind])
 
 
-@pytest.mark.parametrize("kind", GPUS)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("name", "kind"), asking(NORMS, (EVEN, ODD)))
 def test_a_norm_asks_for_no_more_than_predicted(name, kind, shared_memory):
     group = NormGroup((NORMS[name],))
     blocks = norm_blocks(group)

@@ -287,16 +287,36 @@ def test_lowers_without_a_compiler(rows, changes, lower):
     assert "triton" not in lower(jitted, avals(spec), "cpu").as_text()
 
 
+# rows, outputs; sizes whose kernel is that of others, with other bounds, are swept
+SIZES = [(16, 1024), (1, 4096), (1, 14336), (16, 4096), (16, 14336)]
+SIZES += [(64, 4096), (300, 4096), (4096, 14336)]
+SWEPT = [(m, n) for m in (1, 16, 64, 300, 4096) for n in (4096, 14336) if (m, n) not in SIZES]
+
+
+def layer(rows, outputs, changes):
+    return forward(NormLinear(rows, 4096, outputs, **{"dtype": "bfloat16", **changes}))
+
+
 @pytest.mark.lowering
 @pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 @pytest.mark.parametrize("changes", LAYERS)
 @pytest.mark.parametrize(
-    ("rows", "outputs"),
-    [(16, 1024), *((m, n) for m in (1, 16, 64, 300, 4096) for n in (4096, 14336))],
+    ("rows", "outputs"), [*SIZES, *(pytest.param(*x, marks=pytest.mark.sweep) for x in SWEPT)]
 )
 def test_one_kernel_on_an_h200(outputs, rows, changes, compile_h200):
-    spec = forward(NormLinear(rows, 4096, outputs, **{"dtype": "bfloat16", **changes}))
+    spec = layer(rows, outputs, changes)
     assert kernels(compile_h200(lambda *xs: norm_linear(spec, *xs), *avals(spec))) == 1
+
+
+@pytest.mark.lowering
+@pytest.mark.parametrize("changes", LAYERS)
+def test_swept_sizes_have_blocks_of_others(changes, described):
+    def kernel(rows, outputs):
+        cut = accepted(norm_cut(NormGroup((layer(rows, outputs, changes),))))
+        return cut, rows % cut.rows == 0, outputs % cut.outputs == 0
+
+    with described("H200"):
+        assert {kernel(*size) for size in SWEPT} <= {kernel(*size) for size in SIZES}
 
 
 @pytest.mark.lowering
