@@ -32,7 +32,7 @@ def _parts(audit: Any) -> Iterator[Html]:
     if audit.missing:
         yield tag("p", f"None found: {', '.join(audit.missing)}.", kind="dim")
     yield tag("h2", f"Limits by line: {audit.bottleneck or 'nothing priced'}")
-    yield table(("line", "limit", "seconds", "share"), map(_limit, audit.parts), "stacked")
+    yield table(("line", "limit", "seconds", "share"), map(_limit, audit.parts), "stacked limits")
 
 
 def _finding(f: Finding) -> Html:

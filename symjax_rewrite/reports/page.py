@@ -19,6 +19,7 @@ from symjax_rewrite.reports.roofline import Point, roofline
 from symjax_rewrite.reports.source_lines import SourceBlock, source_blocks
 from symjax_rewrite.reports.statements import Statement
 from symjax_rewrite.reports.text import (
+    considered,
     cost_rows,
     grouped,
     headline,
@@ -57,7 +58,7 @@ def _head(report: Record) -> Iterator[Html]:
     name, _, gains = lead.partition(": ")
     if not report.changed:
         name, _, gains = lead.partition(": ")[2].partition("; ")
-        gains = f"left as written. {gains[:1].upper()}{gains[1:]}"
+        gains = f"Left as written{gains and f'; {gains}'}."
     yield from (tag("h1", name), tag("p", gains))
     cards = [*_cards(report)] if report.changed else []
     if cards:
@@ -146,9 +147,9 @@ def _candidate(
 
 
 def _candidates(report: Record) -> Iterator[Html]:
-    refused = [use for use in report.routes if not use.taken]
+    refused = considered(report)
     yield from [tag("h2", "Considered, not done")] if refused else []
-    for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
+    for use in refused:
         text = f"{named(use)}: {refusal(use)}"
         yield _candidate("refused", text, None, use.places, remedy(use))
 

@@ -37,6 +37,8 @@ td.good { color:var(--good); font-weight:600; }
 td.bad, span.bad { color:var(--bad); }
 span.good { color:var(--good); }
 table.stacked th, table.stacked td { overflow-wrap:break-word; text-align:left; }
+table.stacked td:nth-last-child(-n+2) { min-width:8.5em; }
+table.limits td:nth-last-child(-n+3) { min-width:6em; white-space:nowrap; }
 .bar i { background:var(--bar); border-radius:2px; display:block; height:8px; min-width:1px; }
 .sides { display:grid; gap:14px;
   grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr)); }
@@ -107,6 +109,8 @@ table { font-size:12.5px; }
 table.stacked th { display:none; }
 table.stacked tr { border-bottom:1px solid var(--line); display:block; padding:6px 0; }
 table.stacked td { border:0; display:block; padding:1px 0; }
+table.limits td:nth-child(2), table.limits td:nth-child(3) { display:inline-block; min-width:0;
+  padding-right:12px; }
 svg text, svg .sj-tick, svg .sj-label { font-size:17px; }
 .lines, .lines code { font-size:12px; }
 .src .row { grid-template-columns:30px 44px minmax(0,1fr); }

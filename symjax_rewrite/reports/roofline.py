@@ -54,7 +54,7 @@ def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> 
     xs = [*ridges, *(p.intensity for p in points)]
     x = (math.floor(math.log10(min(xs) / 3)), math.ceil(math.log10(max(xs) * 3)))
     lowest = min([*(p.rate for p in points), 10 ** x[0] * device.bytes_per_s])
-    y = (math.floor(math.log10(lowest)), math.ceil(math.log10(top * 1.5)))
+    y = (math.floor(math.log10(lowest / 2)), math.ceil(math.log10(top * 1.5)))
     scale = LogScale(x, y)
 
     def roof(intensity: float) -> float:

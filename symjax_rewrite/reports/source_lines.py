@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.places import place
 from symjax_rewrite.reports.record import Record
-from symjax_rewrite.reports.text import gain_there, grouped, named, refusal, title
+from symjax_rewrite.reports.text import considered, gain_there, grouped, named, refusal, title
 
 LONGEST = 60  # lines of a function that are all shown
 AROUND = 2  # lines shown before and after a line, of a longer function
@@ -82,8 +82,9 @@ def _notes(report: Record) -> dict[tuple[str, int], list[Note]]:
         (places, Note("taken", title(c) + gain_there(gain)))
         for c, places, gain in grouped(report.changes)
     ]
-    refused = (use for use in report.routes if not use.taken)
-    found += [(use.places, Note("refused", f"{named(use)}: {refusal(use)}")) for use in refused]
+    found += [
+        (use.places, Note("refused", f"{named(use)}: {refusal(use)}")) for use in considered(report)
+    ]
     for places, note in found:
         for where, count in places.items():
             if (at := place(where)) is not None:

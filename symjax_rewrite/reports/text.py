@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from symjax_rewrite.obstacles import Objection, obstacle_of
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.places import short_place
 from symjax_rewrite.reports.record import Record
@@ -21,6 +25,8 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak memory", "peak_bytes", units.size),
     ("kernel launches", "launches", units.count),
 )
+# The factor of a reason that opens with a predicted gain.
+_FACTOR = re.compile(rf"(?<=^{units.PREDICTED})[\d.]+×")
 MOST_PLACES = 4  # source lines named for one entry
 
 
@@ -150,13 +156,37 @@ def _open(report: Record) -> Iterator[str]:
 
 
 def _refused(report: Record) -> Iterator[str]:
-    refused = [r for r in report.routes if not r.taken]
+    refused = considered(report)
     yield from ["considered, not done:"] if refused else []
-    for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
+    for use in refused:
         yield f"  {named(use)}: {refusal(use)}"
         yield from _places(use.places)
         if advice := remedy(use):
             yield f"    to change: {advice}"
+
+
+def considered(report: Record) -> list[RouteUse]:
+    """Return what was refused, the highest predicted gain first.
+
+    Refusals that differ by their predicted gain alone are one, with the range of the gains.
+    """
+    groups: dict[tuple, list[RouteUse]] = defaultdict(list)
+    for use in (r for r in report.routes if not r.taken):
+        groups[use.name, use.rules, _FACTOR.sub("", use.reason)].append(use)
+    return sorted(map(_merged, groups.values()), key=lambda r: -(r.ratio or 0))
+
+
+def _merged(uses: list[RouteUse]) -> RouteUse:
+    ends = [f(uses, key=lambda r: r.ratio or 0) for f in (min, max)]
+    factors = [found[0] for use in ends if (found := _FACTOR.search(use.reason))]
+    if len({*factors}) < 2:
+        return uses[0]
+    low, high = sorted(factors, key=lambda x: float(x[:-1]))
+    reason = Objection(_FACTOR.sub(f"{low} to {high}", uses[0].reason), obstacle_of(uses[0].reason))
+    places: dict[str, int] = {}
+    for where, count in (place for use in uses for place in use.places.items()):
+        places[where] = places.get(where, 0) + count
+    return replace(uses[0], reason=reason, ratio=ends[1].ratio, places=places)
 
 
 def refusal(use: RouteUse) -> str:

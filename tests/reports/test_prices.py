@@ -13,7 +13,10 @@ from jax.experimental import pallas as pl
 
 from symjax_rewrite import Budget, jax_internals, sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.reports.units import ratio, speed
+from symjax_rewrite.text_tables import too_slow
+from symjax_rewrite.usage_records import RouteUse
 from tests.reports.examples import attention, recurrence
 
 NOT_PRICED = "not priced"
@@ -401,3 +404,23 @@ def test_model_times_differ_as_the_change_was_decided():
     assert report.before.seconds - report.after.seconds == pytest.approx(written - changed)
     gain = f"predicted {ratio(report.before.seconds / report.after.seconds)} as fast ("
     assert gain in str(report).splitlines()[0]
+
+
+@pytest.mark.usefixtures("one_device")
+def test_refusals_that_differ_by_their_gain_are_one():
+    report = sym_optimize(jnp.sin, device="cpu").explain(*spec_list([(8,)]))
+    reasons = {0.5: too_slow(0.5, 1.25), 0.25: too_slow(0.25, 1.25), 1.1: too_slow(1.1, 1.25)}
+    uses = [
+        RouteUse("fold", False, Obstacle.COST(reason), f"f.py:{k} (f)", ratio=gain)
+        for k, (gain, reason) in enumerate(reasons.items(), start=1)
+    ]
+    report.routes += [*uses, RouteUse("scan", False, uses[0].reason, "f.py:9 (f)", ratio=0.5)]
+    lines = str(report).splitlines()
+    assert [line for line in lines if line.startswith(("  fold", "  scan"))] == [
+        "  fold: predicted 1.10× as fast, below the 1.25× required",
+        "  fold: predicted 2.00× to 4.00× slower",
+        "  scan: predicted 2.00× slower",
+    ]
+    assert "    at f.py:1 (f)" in lines and "    at f.py:2 (f)" in lines
+    assert report.to_html().count("2.00× to 4.00× slower") == 1
+    assert len(json.loads(report.to_json())["routes"]) == 4  # the record keeps all
