@@ -111,12 +111,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.compiled)
         if not any(item.get_closest_marker(name) for name in ("cpu", "lowering", "gpu")):
             item.add_marker(pytest.mark.cpu)
+        if item.get_closest_marker("sweep") and not config.getoption("--every"):
+            others.append(item)
+            continue
         test, parameters, _ = item.nodeid.partition("[")
         row = test if parameters else test.partition("::")[0]
-        swept = item.get_closest_marker("sweep") and not config.getoption("--every")
         is_shared = not any(item.get_closest_marker(name) for name in ("slow", "skipif"))
         elsewhere = is_shared and seen[row] % parts != part - 1
-        (others if swept or elsewhere else mine).append(item)
+        (others if elsewhere else mine).append(item)
         seen[row] += 1
     items[:] = mine
     config.hook.pytest_deselected(items=others)

@@ -16,6 +16,7 @@ from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.reports import program_cost
 from tests.profiles import changed
 from tests.programs import Pair, Tagged
+from tests.tables import half_swept
 
 N, R = 32, 2
 
@@ -183,8 +184,7 @@ def eager(monkeypatch):
     monkeypatch.setattr(profile_file, "selected_device", lambda *_: free)
 
 
-@pytest.mark.parametrize("transform", VALUES)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "transform"), half_swept(FUNCTIONS, VALUES))
 def test_values(name, transform):
     f = FUNCTIONS[name]
     if transform == "vmap out_axes" and name == "trees":
@@ -195,8 +195,7 @@ def test_values(name, transform):
         check(sym_optimize(VALUES[transform](f), kernels="always")(X), theirs)
 
 
-@pytest.mark.parametrize("transform", [*FIRST, *FORWARD])
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize(("name", "transform"), half_swept(GRADIENTS, [*FIRST, *FORWARD]))
 def test_derivatives_are_the_originals(name, transform):
     f = FUNCTIONS[name]
     make = {**FIRST, **FORWARD}[transform]

@@ -24,6 +24,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from tests.pallas_kernels.fold.cases import CASES, Case
+from tests.tables import half_swept
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -61,8 +62,7 @@ CUTS = {
 }
 
 
-@by_case
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("case", "cut"), half_swept(CASES, CUTS), ids=str)
 def test_xla_backend_agrees_with_the_reference(case, cut):
     check(case, lambda spec, *xs: fold_xla(spec, *xs, blocks=CUTS[cut](spec)))
 
@@ -80,8 +80,7 @@ def test_blocks_of_any_size_agree_with_the_reference(case):
     check(case, run)
 
 
-@by_case
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("case", "splits"), half_swept(CASES, [1, 3]), ids=str)
 def test_triton_interpreted(case, splits):
     if not (support := supports(case.spec)):
         pytest.skip(f"not for triton: {support}")
