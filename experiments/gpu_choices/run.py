@@ -13,12 +13,15 @@ import collections
 import contextlib
 import importlib.util
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the CUDA compiler alone has no cuDNN to start
 
 import jax
 import jax.numpy as jnp
