@@ -28,7 +28,7 @@ from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.loops.associative_scan_loops import AffineTrees
+from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for

@@ -18,7 +18,7 @@ from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenWeights
 from symjax_rewrite.kernel_selection.norms.selection import Norms
 from symjax_rewrite.kernel_selection.partial_sort import PartialSorts
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
-from symjax_rewrite.loops.associative_scan_loops import AffineTrees
+from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.bodies import Bodies
 from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
 from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
@@ -34,7 +34,7 @@ _gradient_kernel = partial(loop_kernel, gradient=True)
 
 PASSES: tuple[Pass, ...] = (
     DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
-    AffineTrees(),  # a tree of affine steps and its derivatives → loops
+    AffineTrees(loop_kernel),  # a tree of affine steps and its derivatives → loops or kernels
     ImprovedLoops(loop_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
     FarFields(),  # sums over pairs of points → cells, where an approximation is permitted

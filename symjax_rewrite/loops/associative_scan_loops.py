@@ -1,4 +1,4 @@
-"""Trees of affine steps as loops, and the pass that replaces differentiated trees by loops."""
+"""Loops that compute trees of affine steps, and the derivatives of such trees."""
 
 from __future__ import annotations
 
@@ -11,90 +11,29 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Context, Found, Replacement
-from symjax_rewrite.cost import margins
+from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import making
-from symjax_rewrite.ir.flat_program import Equation, Program, flatten
-from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes, is_read
+from symjax_rewrite.ir.flat_program import Equation, flatten
+from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.loops.associative_scan_detection import Prefix, is_read
 from symjax_rewrite.loops.associative_scan_gradients import (
     Cotangents,
     Differentiated,
-    find_differentiated,
-    needed,
 )
-from symjax_rewrite.loops.changes import candidate, loop_part, part_of, refused
+from symjax_rewrite.loops.changes import loop_part, part_of
 from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Carry, Loop, Source
 from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.stepwise_equations import stepped_result
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.rewriting.rule import FUSION
 
 Arrays = list[Array]
 Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed order
 # Of True at the first step, the carries, and entries of arrays; returns the next carries, results.
 # One flag serves all elements: reverse mode would store an array of flags for every step.
 Step = Callable[[Array, Arrays, Arrays], tuple[Arrays, Arrays]]
-
-
-class AffineTrees:
-    """Replaces trees of affine steps, and their derivatives, by loops where these are faster."""
-
-    name = "affine_trees"
-
-    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the trees that run faster as loops together with their derivatives.
-
-        A tree is faster on devices that launch a kernel per step.
-        """
-        device = context.device
-        if not context.has(FUSION) or device.loops.steps_are_launches:
-            return
-        prefixes = find_prefixes(program)
-        around = Surroundings(program) if prefixes else None
-        if around is None:
-            return
-        taken = []
-        for d in find_differentiated(around, prefixes):
-            eqn, seconds = d.prefix.equations[-1].eqn, _differentiated_seconds(program, d, device)
-            what = f"a differentiated tree of {d.prefix.length} steps"
-            if not context.reorders():
-                reason = Obstacle.ROUNDING("as loops it would round in another order")
-                yield refused(reason, eqn, seconds)
-            elif not margins.pays(*seconds, "tree", device):
-                reason = Obstacle.COST(f"{what} is predicted to be no slower than loops")
-                yield refused(reason, eqn, seconds)
-            else:
-                taken.append((d, f"{what} runs as loops", seconds))
-        loops = as_loops(around, [d for d, _, _ in taken])
-        for (_, reason, seconds), parts in zip(taken, loops, strict=True):
-            yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
-
-
-def keeps_trees(closed: ClosedJaxpr, device: Device) -> bool:
-    """Return True if `AffineTrees` leaves a tree in a program that was differentiated."""
-    if device.loops.steps_are_launches:
-        return False
-    program = flatten(jax_internals.without_dead(closed))
-    prefixes = find_prefixes(program)
-    found = find_differentiated(Surroundings(program), prefixes) if prefixes else []
-    costs = [_differentiated_seconds(program, d, device) for d in found]
-    return sum(margins.pays(*seconds, "tree", device) for seconds in costs) < len(prefixes)
-
-
-def _differentiated_seconds(
-    program: Program, d: Differentiated, device: Device
-) -> tuple[float, float]:
-    """Return the seconds of a tree and its cotangents, and of the loops that replace them."""
-    live = needed(program, d.instead())
-    saved = [e for e in d.equations() if live.isdisjoint(e.outvals)]
-    whole = aval_bytes(program.avals[d.prefix.out])
-    moved = (4 + 5 * len(d.back)) * whole  # read: a, b; a, g, states. written: states twice; a, b
-    steps = (1 + len(d.back)) * d.prefix.length
-    return tree_seconds(saved, device), moved / device.bytes_per_s + 2 * device.launch_s * steps
 
 
 def tree_seconds(equations: Sequence[Equation], device: Device) -> float:

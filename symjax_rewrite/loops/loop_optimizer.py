@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
@@ -28,7 +29,7 @@ from symjax_rewrite.loops.carry_dependence import composes, describe
 from symjax_rewrite.loops.changes import Seconds, candidate, loop_part, part_of, refused, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
-from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.loops.motion import Motion, moved_seconds
 from symjax_rewrite.loops.normalization import clean, normal_loop
@@ -232,6 +233,7 @@ class LoopSearch:
             if FUSION in self.passes and not is_ruled:
                 loop, saved = fused(loop, self.around, [e], self.device)
             self._find_constant_starts(loop)
+            self._find_known_sources(loop)
         kernel, why = self._kernel(loop)
         if kernel is not None:
             yield _routed(e.eqn, loop, kernel, why)
@@ -271,6 +273,18 @@ class LoopSearch:
             maker = self.around.makers.get(c.start) if isinstance(c.start, int) else None
             if maker is not None and maker.name == "broadcast_in_dim":
                 c.start = c.start if isinstance(maker.invals[0], int) else maker.invals[0]
+
+    def _find_known_sources(self, loop: Loop) -> None:
+        """Take a source that is a constant integer or flag of every step for a counter."""
+        consts = self.program.consts
+        for v, source in list(loop.sources.items()):
+            known = consts.get(source.value) if isinstance(source.value, int) else None
+            is_plain = source == Source(source.value, kept=source.kept)
+            if known is None or not is_plain or np.shape(known) != (loop.length,):
+                continue
+            if np.asarray(known).dtype.kind in "iub":
+                loop.counters[v] = np.asarray(known)
+                del loop.sources[v]
 
     def _cut(self, loop: Loop) -> tuple[Loop, Motion] | None:
         """Return a loop with its products split, and the motion, if all its slices leave it."""

@@ -227,7 +227,29 @@ def test_gradients_make_states_again() -> None:
     assert_close(jax.jit(want)(*args), jax.jit(got)(*args))
 
 
-def test_gradients_run_as_kernels_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def over_batch(x, dt, A, b, c):
+    """A selective scan of [steps, batch, channels], as a loop."""
+
+    def step(h, given):
+        x, dt, b, c = given
+        h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * b[:, None]
+        return h, jnp.einsum("bdn,bn->bd", h, c)
+
+    return lax.scan(step, jnp.zeros((x.shape[1], *A.shape)), (x, dt, b, c))[1]
+
+
+def in_a_tree(x, dt, A, b, c):
+    """The same by `associative_scan`."""
+    steps = jnp.exp(dt[..., None] * A), (dt * x)[..., None] * b[..., None, :]
+    join = lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1])  # noqa: E731
+    return jnp.einsum("lbdn,lbn->lbd", lax.associative_scan(join, steps)[1], c)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("fun", [over_batch, in_a_tree])
+def test_gradients_run_as_kernels_for_a_gpu(
+    fun: Callable, reverse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The backward loop sums over every axis of its states; here the kernels are interpreted."""
 
     def interpreted(spec, *operands, backend):
@@ -235,17 +257,10 @@ def test_gradients_run_as_kernels_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         readouts.append(len(spec.readouts))
         return scan_triton(spec, *operands, interpret=True)
 
-    def pulled(x, dt, A, b, c, cotangent):
-        def over_batch(x, dt, A, b, c):
-            def step(h, given):
-                x, dt, b, c = given
-                h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * b[:, None]
-                return h, jnp.einsum("bdn,bn->bd", h, c)
-
-            return lax.scan(step, jnp.zeros((2, *A.shape)), (x, dt, b, c))[1]
-
-        y, pull = jax.vjp(over_batch, x, dt, A, b, c)
-        return y, pull(cotangent)
+    def pulled(*args):
+        args = [v if v.shape[0] != L or not reverse else v[::-1] for v in args]
+        y, pull = jax.vjp(fun, *args[:-1])
+        return y, pull(args[-1])
 
     readouts: list[int] = []
     monkeypatch.setattr(affine_scan, "scan", interpreted)
@@ -253,7 +268,27 @@ def test_gradients_run_as_kernels_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     args = (x, dt, A, b, c, jnp.cos(x))
     ours = sym_optimize(pulled, kernels="triton", device="h200")
     assert_close(jax.jit(pulled)(*args), ours(*args))
-    assert readouts == [3, 4, 0]  # the loop, the backward loop, and the sum that is Ā
+    assert len(readouts) == (3 if fun is over_batch else 2)
+
+
+@pytest.mark.lowering
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+@pytest.mark.parametrize("is_outside", [False, True], ids=["inside", "outside"])
+@pytest.mark.parametrize("fun", [over_batch, in_a_tree])
+def test_gradients_on_a_gpu_have_no_step_that_is_a_launch(
+    fun: Callable, is_outside: bool, one_device: None, lower: Callable
+) -> None:
+    optimised = sym_optimize(fun, device="h200") if is_outside else fun
+
+    def pulled(*args):
+        return jax.vjp(optimised, *args[:-1])[1](args[-1])
+
+    wide, shared, A = (512, 1, 256), (512, 1, 16), (256, 16)
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in (wide, wide, A, shared, shared, wide)]
+    ours = jax.jit(pulled) if is_outside else sym_optimize(pulled, device="h200")
+    text = lower(ours, args).as_text()
+    assert "triton" in text
+    assert "stablehlo.while" not in text
 
 
 @pytest.mark.parametrize("rule", [lax.stop_gradient, jax.nn.relu], ids=["stop", "relu"])
