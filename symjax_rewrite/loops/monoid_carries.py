@@ -148,7 +148,8 @@ def _as_numbers(base: Any, ndim: int, dtype: Any) -> Any:
 
 def monoid_fold(loop: Loop, carries: set[int]) -> MonoidFold | None:
     """Return carries as monoids if all of them are, and depend on each other alone."""
-    equations = [e for e in loop.body.equations if loop.levels()[e.outvals[0]] == 2]
+    level = loop.levels()
+    equations = [e for e in loop.body.equations if level[e.outvals[0]] == 2]
     plain = all(len(e.outvals) == 1 and not e.eqn.effects for e in equations)
     if not carries or not plain or len(equations) > MOST_EQUATIONS:
         return None
@@ -174,7 +175,7 @@ class _CarryReader:
     def __init__(self, loop: Loop, carries: set[int], count: Count | None) -> None:
         self.loop, self.carries, self.count = loop, carries, count
         self.sampler, self.body = Sampler(), loop.body
-        level = loop.levels()
+        level = self.level = loop.levels()
         self.equations = [e for e in self.body.equations if level[e.outvals[0]] == 2]
         if count is not None:
             self.equations = [*self._of_counter(count.value, level), *self.equations]
@@ -215,7 +216,7 @@ class _CarryReader:
                 del waiting[f.carry]
         own = making(self.equations, [_next_state(self.loop, k) for k in self.carries], set())
         fold = MonoidFold(self.loop, tuple(self.found.values()), tuple(own), self.count)
-        return fold if any(self.loop.levels()[v] == 1 for e in own for v in e.reads) else None
+        return fold if any(self.level[v] == 1 for e in own for v in e.reads) else None
 
     def _needs(self, k: int) -> set[int] | None:
         """Return the carries that the next state of one depends on; None if it is no equation's."""
