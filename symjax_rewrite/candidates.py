@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Program, Value
@@ -235,6 +237,15 @@ class Context:
         if self._terms is None or self._terms[0] is not program:
             self._terms = (program, self._build(program))
         return self._terms[1]
+
+    def program_seconds(self, program: Program) -> float:
+        """Return the modelled seconds of a call of a program, with the bodies of its loops."""
+        terms = self.terms(program)
+        if "program_seconds" not in terms.kept:
+            inside = [e.eqn for e in program.equations if jax_internals.bodies(e.eqn)]
+            in_bodies = sum(equation_seconds(e, self.device) for e in inside)  # in no term's price
+            terms.kept["program_seconds"] = terms.seconds + in_bodies + self.call_s
+        return terms.kept["program_seconds"]
 
     def _build(self, program: Program) -> Terms:
         t = build(program)

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
@@ -47,8 +45,7 @@ def chosen(
             refuse([c], c.short)
     unwanted = [c for c in left if not (context.admits(c) and context.selects(c, program))]
     refuse(unwanted, Obstacle.CONFLICT("not admitted"))
-    least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
-    reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
+    reason = Obstacle.SHARE(f"saves {margins.little(device)}")
     refuse(_small(program, left, context, removed), reason)
     reason = Obstacle.COST("its transposed copies take as long as it saves")
     refuse(_copying(program, left, device, staged), reason)
@@ -114,10 +111,7 @@ def _small(
     gains: dict[object, float] = defaultdict(float, removed)
     for c in found:
         gains[_group(c)] += c.saved_s
-    device = context.device
-    inside = [e.eqn for e in program.equations if jax_internals.bodies(e.eqn)]  # in no term's price
-    whole = context.terms(program).seconds + sum(equation_seconds(e, device) for e in inside)
-    whole += context.call_s
+    device, whole = context.device, context.program_seconds(program)
 
     def little(c: Candidate) -> bool:
         return not margins.gains_share(gains[_group(c)], whole, "program", device)

@@ -99,6 +99,12 @@ def gains_share(
     return not saved_s < getattr(device.margins, f"share_of_{of}") * whole_s
 
 
+def little(device: Device) -> str:
+    """Return the share of a program that is too small to be taken, in words."""
+    least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
+    return f"less than {least} of the program's predicted time"
+
+
 def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) -> tuple[bool, str]:
     """Return True if another form of a region dominates or is enough faster, and the reason.
 

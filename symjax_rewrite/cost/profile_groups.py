@@ -430,6 +430,7 @@ class NormFacts:
 class SearchBounds:
     """Bounds of the search for cheaper forms."""
 
-    few_regions: int = quantity("regions", "so few are searched whatever they weigh", JUDGED, 4)
-    many_regions: int = quantity("regions", "for so many the program is priced first", JUDGED, 8)
+    few_regions: int = quantity("regions", "if small, so few are searched in any case", JUDGED, 4)
+    small_region: int = quantity("classes", "a region of so few is small", JUDGED, 100)
+    region_classes: int = quantity("classes", "of a larger region a part is searched", JUDGED, 500)
     evaluations: int = quantity("1", "choices that are priced for a region", JUDGED, 600)

@@ -19,7 +19,7 @@ from symjax_rewrite.rewriting.region_keys import Key, Region
 from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
-from symjax_rewrite.rewriting.search_bounds import least_seconds
+from symjax_rewrite.rewriting.search_bounds import least_seconds, nearest, savings_bound
 from symjax_rewrite.usage_records import ratio_of
 
 REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
@@ -35,7 +35,7 @@ class Algebra:
         terms = context.terms(program)
         t = terms.t
         regions = _regions(terms, bool(context.frozen))
-        hopeless = _hopeless(terms, regions) if context.allowed is None else {}
+        hopeless = _hopeless(program, context)
         for region in {r.key: r for r in regions if r.key in hopeless}.values():
             yield Refusal("search", hopeless[region.key], _where(t, region))
         solver = Solver(context, terms)
@@ -55,16 +55,16 @@ def saved_by_rules(
     """Yield, by region that computes some of the values, these and the seconds saved there."""
     terms = context.terms(program)
     t = terms.t
-    if context.allowed is not None or not context.rules.rules:
+    if context.allowed is not None or not context.rules.rules or not values:
         return
     by_class: dict[int, set[int]] = {}
     for v in values:
         if v < len(t.views) and (view := t.views[v]) is not None:  # later ones link parts
             by_class.setdefault(view.cls, set()).add(v)
-    solver = Solver(context, terms)
+    solver, hopeless = Solver(context, terms), _hopeless(program, context)
     for region in _regions(terms, bool(context.frozen)):
         inside = by_class.keys() & set(region.classes)
-        solution = solver.solve(region) if inside else None
+        solution = solver.solve(region) if inside and region.key not in hopeless else None
         if solution is not None and solution.changed and not solution.declined:
             computed = set().union(*(by_class[c] for c in inside))
             yield computed, solution.before.seconds - solution.after.seconds
@@ -75,44 +75,44 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
     if "regions" not in terms.kept:
         t, known = terms.t, terms.known
         tag = lambda c: (c in known, storage(t, c))  # noqa: E731
-        terms.kept["regions"] = find_regions(t, terms.need, tag, frozen)
+        part_of = lambda classes: nearest(t.graph, classes, terms.model)  # noqa: E731
+        terms.kept["regions"] = find_regions(t, terms.need, tag, frozen, part_of)
     return terms.kept["regions"]
 
 
-def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
-    """Return the regions that are not worth a search, with reasons, in a program with many regions.
+def _hopeless(program: Program, context: Context) -> dict[Key, str]:
+    """Return the regions that are not worth a search, with reasons; they are found once.
 
-    Such a region is too small a share of the program, or is one product with nothing else to save.
+    What such a region could save is too small a share of the program, or it is one product with
+    nothing else to save. Small regions of a program that has few are worth a search in any case.
     """
-    t, model, device = terms.t, terms.model, terms.model.device
-    places = Counter(r.key for r in regions)
-    if len(places) < device.search.few_regions or terms.known:
+    terms = context.terms(program)
+    if context.allowed is not None or terms.known:
         return {}
-    g = t.graph
-    seconds: dict[Key, float] = {}
-    single: set[Key] = set()
+    if "hopeless" not in terms.kept:
+        regions = _regions(terms, bool(context.frozen))
+        terms.kept["hopeless"] = _without_savings(terms, regions, context.program_seconds(program))
+    return terms.kept["hopeless"]
+
+
+def _without_savings(terms: Terms, regions: list[Region], whole_s: float) -> dict[Key, str]:
+    t, model, device = terms.t, terms.model, terms.model.device
+    g, search = t.graph, device.search
+    places = Counter(r.key for r in regions)
+    reasons: dict[Key, str] = {}
     for key, region in {r.key: r for r in regions}.items():
+        if len(places) < search.few_regions and len(region.classes) <= search.small_region:
+            continue
         choice = {c: node_of(g, c) for c in region.local}
         leaves = set(region.leaves)
         cost = model.evaluate(g, choice, tuple(region.roots), leaves.__contains__)
-        seconds[key] = places[key] * cost.seconds
+        saved_s = places[key] * savings_bound(cost, g, region, model)
         least = None if t.dim_env else least_seconds(g, region, model)
-        if least is not None and not margins.pays(cost.seconds, least, "dominating", device):
-            single.add(key)
-    products = sum(model.product_seconds(g, c, node_of(g, c)) for c in terms.need.order)
-
-    def little(whole: float) -> set[Key]:
-        of = seconds.items()
-        return {key for key, s in of if not margins.gains_share(s, whole, "program", device)}
-
-    small = little(products)
-    if len(places) - len(small | single) > device.search.many_regions:  # more would take too long
-        small = little(terms.seconds)
-    reasons: dict[Key, str] = dict.fromkeys(
-        single, Obstacle.SHARE("no rule was tried: one product and little beside it")
-    )
-    less = Obstacle.SHARE("no rule was tried: less than 1 % of the program's time")
-    return reasons | dict.fromkeys(small, less)
+        if not margins.gains_share(saved_s, whole_s, "program", device):
+            reasons[key] = Obstacle.SHARE(f"no rule was tried: {margins.little(device)}")
+        elif least is not None and not margins.pays(cost.seconds, least, "dominating", device):
+            reasons[key] = Obstacle.SHARE("no rule was tried: one product and little beside it")
+    return reasons
 
 
 def _found(

@@ -38,12 +38,17 @@ PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a search on 
 
 
 def find_regions(
-    t: TermGraph, need: Needed, tag: Callable[[int], tuple], frozen: bool = False
+    t: TermGraph,
+    need: Needed,
+    tag: Callable[[int], tuple],
+    frozen: bool = False,
+    part_of: Callable[[list[int]], list[int]] = lambda classes: classes,
 ) -> list[Region]:
     """Find the regions worth solving, in program order.
 
     tag: returns further properties that distinguish leaves in keys (frozen, storage). frozen: True
-    if some inputs are frozen, so that scales and sums can be folded into them.
+    if some inputs are frozen, so that scales and sums can be folded into them. part_of: returns the
+    classes of a region to solve.
     """
     g = t.graph
     member = _members(t, need)
@@ -67,7 +72,7 @@ def find_regions(
     regions = []
     keys: dict[Key, Key] = {}
     products = _products(g, need.order)
-    for classes in groups.values():
+    for classes in map(part_of, groups.values()):
         inside = set(classes)
         if not _is_interesting(g, inside, products, frozen) or _is_empty(g, classes):
             continue

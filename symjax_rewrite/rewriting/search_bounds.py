@@ -1,18 +1,25 @@
-"""Lower bounds for regions of one product and elementwise terms, which need no search.
+"""Bounds of what a search could save: a region that cannot save a share of the program needs none.
 
-A search of such a region costs more than it can save. The product must be computed, and so must the
-sums beside it. Only scales could be placed elsewhere.
+A program of many operations on small arrays takes its time in launches, of which XLA fuses those of
+elementwise terms and reductions as it chooses. No rewriting of such terms saves a launch for sure,
+so only their arithmetic and traffic count as savings, and products with all their seconds.
+
+A region of one product and elementwise terms needs no search either: the product must be computed,
+and so must the sums beside it. Only scales could be placed elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from symjax_rewrite.cost.term_cost import CostModel, is_dot
+from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Node
 from symjax_rewrite.rewriting.region_keys import Region
+
+NEARLY_ALL = 0.99  # of the seconds: classes that have them are where a region's search starts
 
 
 @dataclass(slots=True)
@@ -25,6 +32,47 @@ class _Value:
 
     read: frozenset[int]
     made: bool = False
+
+
+def savings_bound(cost: Cost, g: EGraph, region: Region, model: CostModel) -> float:
+    """Return the seconds that a region could save at most.
+
+    cost: of the region as written.
+    """
+    made = set(region.classes).difference(region.leaves)
+    products = sum([model.facts_of(g, c, node_of(g, c)).is_kernel for c in made])
+    return cost.seconds - max(cost.launches - products, 0) * model.device.launch_s
+
+
+def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
+    """Return the classes of a region, or of a large one those nearest to what could save most.
+
+    Seconds are those of `savings_bound`, class by class. From the classes that have nearly all of
+    them the region grows by operands and readers.
+    """
+    most = model.device.search.region_classes
+    if len(classes) <= most:
+        return [*classes]
+    near: dict[int, list[int]] = {c: [] for c in classes}
+    for c in classes:
+        for a in node_of(g, c).args:
+            if a.cls in near:
+                near[c].append(a.cls)
+                near[a.cls].append(c)
+    seconds = {c: model.node_seconds(g, c, node_of(g, c)) for c in classes}
+    left = NEARLY_ALL * sum(seconds.values())
+    found: dict[int, None] = {}
+    for c in sorted(classes, key=seconds.__getitem__, reverse=True)[: most // 4]:
+        if left > 0:
+            found[c] = None
+            left -= seconds[c]
+    queue = [*found]
+    for c in queue:
+        for other in near[c]:
+            if other not in found and len(found) < most:
+                found[other] = None
+                queue.append(other)
+    return sorted(found)
 
 
 def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
