@@ -25,11 +25,12 @@ from symjax_rewrite.codegen import emission
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
-from symjax_rewrite.ir.flat_program import Program, flatten
+from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.loop_optimizer import has_loops
+from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
 from symjax_rewrite.passes import PASSES
@@ -311,8 +312,17 @@ class _Run:
 
 def flat(closed: ClosedJaxpr) -> Program:
     """Return the flat program; dead values of its loops are removed first."""
-    program = flatten(closed)
-    return flatten(jax_internals.without_dead(closed)) if has_loops(program) else program
+    if not _calls_loops(closed):
+        program = flatten(closed)
+        if not has_loops(program):
+            return program
+    return flatten(jax_internals.without_dead(closed))
+
+
+def _calls_loops(closed: ClosedJaxpr) -> bool:
+    """Return True if a jaxpr, or a call in it that is inlined, has a loop."""
+    found = ((e, inlinable_body(e)) for e in closed.jaxpr.eqns)
+    return any(e.primitive.name in LOOPS or (b is not None and _calls_loops(b)) for e, b in found)
 
 
 @contextlib.contextmanager

@@ -433,4 +433,5 @@ class SearchBounds:
     few_regions: int = quantity("regions", "if small, so few are searched in any case", JUDGED, 4)
     small_region: int = quantity("classes", "a region of so few is small", JUDGED, 100)
     region_classes: int = quantity("classes", "of a larger region a part is searched", JUDGED, 500)
+    region_share: float = quantity("1", "share of its seconds where that begins", JUDGED, 0.99)
     evaluations: int = quantity("1", "choices that are priced for a region", JUDGED, 600)

@@ -19,8 +19,6 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Node
 from symjax_rewrite.rewriting.region_keys import Region
 
-NEARLY_ALL = 0.99  # of the seconds: classes that have them are where a region's search starts
-
 
 @dataclass(slots=True)
 class _Value:
@@ -50,7 +48,8 @@ def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
     Seconds are those of `savings_bound`, class by class. From the classes that have nearly all of
     them the region grows by operands and readers.
     """
-    most = model.device.search.region_classes
+    search = model.device.search
+    most = search.region_classes
     if len(classes) <= most:
         return [*classes]
     near: dict[int, list[int]] = {c: [] for c in classes}
@@ -60,7 +59,7 @@ def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
                 near[c].append(a.cls)
                 near[a.cls].append(c)
     seconds = {c: model.node_seconds(g, c, node_of(g, c)) for c in classes}
-    left = NEARLY_ALL * sum(seconds.values())
+    left = search.region_share * sum(seconds.values())
     found: dict[int, None] = {}
     for c in sorted(classes, key=seconds.__getitem__, reverse=True)[: most // 4]:
         if left > 0:
