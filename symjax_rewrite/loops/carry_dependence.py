@@ -9,13 +9,15 @@ and do not prevent the others from being affine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import or_
 
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
+from symjax_rewrite.ir.dataflow import cone, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_kind
 from symjax_rewrite.loops.loop import Loop
@@ -95,10 +97,13 @@ def is_zero(start: Value) -> bool:
 
 def dependencies(loop: Loop) -> dict[int, set[int]]:
     """Return for every carry the carries that its next value reads."""
-    number = {c.inner: k for k, c in enumerate(loop.carries)}
-    operands = value_operands(makers_of(loop.body.equations))
-    cones = [cone(numbers([c.out]), operands) for c in loop.carries]
-    return {k: {number[v] for v in read if v in number} for k, read in enumerate(cones)}
+    read = {c.inner: 1 << k for k, c in enumerate(loop.carries)}  # by value, a bit for each carry
+    for e in loop.body.equations:
+        if mask := functools.reduce(or_, [read.get(v, 0) for v in e.reads], 0):
+            read.update(dict.fromkeys(e.outvals, mask))
+    masks = [read.get(c.out, 0) if isinstance(c.out, int) else 0 for c in loop.carries]
+    every = range(len(masks))
+    return {k: {j for j in every if mask >> j & 1} for k, mask in enumerate(masks)}
 
 
 def _components(reads: dict[int, set[int]]) -> list[set[int]]:

@@ -31,7 +31,7 @@ from symjax_rewrite.kernel_selection.scans.matrix_state import (
     StateTerm,
     terms_of,
 )
-from symjax_rewrite.loops.carry_dependence import Group, is_zero
+from symjax_rewrite.loops.carry_dependence import FREE, Group, is_zero
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     MatrixScan,
@@ -272,4 +272,5 @@ def _may_be_matrix(loop: Loop, group: Group) -> bool:
     carry = loop.carries[group.carries[0]]
     aval = loop.body.avals[carry.inner]
     alone = len(group.carries) == 1 and isinstance(carry.out, int)
-    return alone and len(aval.shape) > 1 and str(aval.dtype) in DTYPES
+    reads_itself = group.degree.kind != FREE
+    return alone and reads_itself and len(aval.shape) > 1 and str(aval.dtype) in DTYPES
