@@ -1,7 +1,8 @@
 """Specs of arguments as text, and trees of them.
 
-`f32[b,4096]` is an array; letters are named sizes. Tuples, lists and dictionaries are written as in
-Python: `{'w': f32[64,64], 'b': f32[64]}`. A number, a string, True, False or None is itself.
+`f32[b,4096]`, or `float32[b,4096]`, is an array; letters are named sizes. Tuples, lists and
+dictionaries are written as in Python: `{'w': f32[64,64], 'b': f32[64]}`. A number, a string, True,
+False or None is itself.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ def _value(node: ast.expr, text: str, scope: export.SymbolicScope) -> Any:
 
 
 def _array(node: ast.Subscript, text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
-    if not isinstance(node.value, ast.Name) or node.value.id not in DTYPES:
+    name = node.value.id if isinstance(node.value, ast.Name) else ""
+    dtype = DTYPES.get(name, name)
+    if dtype not in SHORT:
         raise _not_a_spec(text)
     inner = node.slice
     sizes = [ast.unparse(e) for e in (inner.elts if isinstance(inner, ast.Tuple) else [inner])]
-    dtype = DTYPES[node.value.id]
     if all(s.isdigit() for s in sizes):
         return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
     try:

@@ -224,14 +224,18 @@ def unique(where: Any) -> list[str]:
 
 def tell_resources(reports: dict[str, Any]) -> dict[str, list[str]]:
     heading("Resources, from the program alone")
-    units = {"flops": "FLOP", "bytes": "B", "largest_intermediate": "B"}
+    units = {
+        "flops": ("FLOPs", "FLOP"),
+        "bytes": ("memory traffic", "B"),
+        "largest_intermediate": ("largest intermediate", "B"),
+    }
     rows = {}
     print(f"{'':<40}{'before':>14}{'after':>14}")
     for title, report in reports.items():
-        for name, unit in units.items():
+        for name, (text, unit) in units.items():
             sides = (report.before, report.after)
             cells = [price(getattr(side, name), unit) for side in sides]
-            label = f"{title}, {name.replace('_', ' ')}"
+            label = f"{title}, {text}"
             print(f"{label:<40}{cells[0]:>14}{cells[1]:>14}")
             rows[label] = cells
     return rows

@@ -85,7 +85,7 @@ def _measured(
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    columns = ("program", "before", "after", "faster", "largest value", "difference", "optimiser")
+    heads = "program,before,after,as fast,largest intermediate,difference,optimiser"
     table = []
     for row in rows:
         before, after = row["seconds"]
@@ -94,4 +94,4 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
         difference, took = f"{row['difference']:.0e}", units.duration(row["optimiser_s"])
         table.append((row["program"], *times, sizes, difference, took))
     device = jax.devices()[0].device_kind
-    print_table(columns, table, f"measured on {device}, best of {CALLS} calls")
+    print_table(heads.split(","), table, f"measured on {device}, best of {CALLS} calls")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -30,7 +31,7 @@ def usage() -> str:
     """Return the list of commands."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
-    first = ("usage: symjax-rewrite COMMAND [arguments] [--traceback]", "")
+    first = ("usage: symjax-rewrite COMMAND [arguments] [--traceback] | --version", "")
     last = ("", "symjax-rewrite COMMAND --help shows the arguments of a command.", EXIT_CODES)
     return "\n".join([*first, *rows, *last])
 
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if given else sys.stderr)
         return OK if given else UNKNOWN
+    if given[0] == "--version":
+        print(importlib.metadata.version("symjax_rewrite"))
+        return OK
     if given[0] not in COMMANDS:
         names = ", ".join(COMMANDS)
         print(f"error: no command {given[0]!r} (expected one of {names})", file=sys.stderr)

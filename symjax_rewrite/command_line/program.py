@@ -6,6 +6,8 @@ import argparse
 import difflib
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,9 @@ from symjax_rewrite.command_line.main import command_parser
 from symjax_rewrite.errors import SymjaxError, UsageError
 
 Found = TypeVar("Found")
+# Folders of code that is not the user's.
+INSTALLED = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+LIBRARIES = (*INSTALLED, str(Path(__file__).parents[1]))
 
 
 def program_parser(name: str, *, html: bool = False) -> argparse.ArgumentParser:
@@ -65,7 +70,11 @@ def load(name: str) -> Any:
     try:
         found: Any = importlib.import_module(module)
     except Exception as error:  # import runs the user's code, which may raise anything
-        raise UsageError(f"cannot import {module}: {_kind(error)}") from error
+        raise UsageError(
+            f"cannot import {module}: {_kind(error)}",
+            where=_users_line(error),
+            remedy=_to_import(module, error),
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError("no such function", expected=_nearest(part, found), got=repr(name))
@@ -118,7 +127,22 @@ def traced(run: Callable[[], Found], options: argparse.Namespace) -> Found:
     except Exception as error:  # tracing runs the user's function, which may raise anything
         at = " ".join(options.args) or "no arguments"
         what = f"{options.function} cannot be traced at {at}: {_kind(error)}"
-        raise UsageError(what) from error
+        raise UsageError(what, where=_users_line(error)) from error
+
+
+def _to_import(module: str, error: Exception) -> str:
+    """Return what to do about a module that cannot be imported."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{module}.".startswith(f"{missing}."):
+        return f"run this in the folder that holds {missing}, or put that folder on PYTHONPATH"
+    return f"install {missing} into {sys.prefix}" if missing else ""
+
+
+def _users_line(error: BaseException) -> str:
+    """Return the last line of the user's code that an error came through; empty if none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
+    return f"{mine[-1].filename}:{mine[-1].lineno} ({mine[-1].name})" if mine else ""
 
 
 def _kind(error: BaseException) -> str:
