@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,10 +31,10 @@ def load(path: str) -> ModuleType:
     return module
 
 
-def as_users() -> dict[str, str]:
-    """Return the environment of a script: XLA compiles as for users, for one device."""
-    given = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return given | {"PYTHONPATH": str(ROOT)}
+def of_scripts() -> dict[str, str]:
+    """Return the environment of a script: as in these tests, but with one device."""
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    return os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
 
 
 harness = load("harness")
@@ -84,7 +85,7 @@ def test_script_runs(name: str) -> None:
     folder, script = Path(name).parts[0], (*Path(name).parts, "run")[1]
     before = {path: path.read_bytes() for path in (EXPERIMENTS / folder).glob("*.*")}
     command = [sys.executable, str(EXPERIMENTS / folder / f"{script}.py"), "--quick"]
-    environment = as_users()
+    environment = of_scripts()
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.strip()
@@ -105,7 +106,7 @@ def test_demo_writes_when_asked(tmp_path: Path) -> None:
     folder = tmp_path / "minilm"
     (folder / "results.json").unlink(missing_ok=True)
     script = [sys.executable, str(folder / "run.py"), "--quick"]
-    environment = as_users()
+    environment = of_scripts()
     readme = (folder / "README.md").read_text(encoding="utf-8")
     subprocess.run(script, check=True, capture_output=True, env=environment, timeout=600)
     assert (folder / "README.md").read_text(encoding="utf-8") == readme

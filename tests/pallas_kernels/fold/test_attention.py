@@ -15,6 +15,7 @@ from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from tests.pallas_kernels.fold.attention_gradients import gradients
 from tests.pallas_kernels.fold.cases import ATTENTION, attention_naive, draw
+from tests.tables import half_swept
 
 BACKENDS = {
     "reference": fold_reference,
@@ -43,8 +44,11 @@ def has_empty_rows(case) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("case", [c for c in ATTENTION if not has_empty_rows(c)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    half_swept([c for c in ATTENTION if not has_empty_rows(c)], BACKENDS),
+    ids=str,
+)
 def test_gradients_are_those_of_the_plain_program(case, name):
     a: Attention = case.spec.tile.key[1]
     operands = tuple(map(jnp.asarray, case.make(case.spec)))

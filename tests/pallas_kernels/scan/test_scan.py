@@ -23,6 +23,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, result
 from symjax_rewrite.pallas_kernels.scan.triton import ScanTiling, scan_triton, supports
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 from tests.pallas_kernels.scan.cases import CASES, ScanCase, plain
+from tests.tables import half_swept
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -42,8 +43,7 @@ def test_reference_is_the_naive_formula(case):
     check(case, scan_reference)
 
 
-@by_case
-@pytest.mark.parametrize("steps", [1, 7, 32])
+@pytest.mark.parametrize(("case", "steps"), half_swept(CASES, [1, 7, 32]), ids=str)
 def test_xla_backend_agrees_with_the_reference(case, steps):
     check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=steps))
 
@@ -65,8 +65,7 @@ def test_a_tree_survives_decays_that_overflow():
     np.testing.assert_allclose(scan_xla(spec, a, b, tree=True)[0], want, rtol=1e-6)
 
 
-@by_case
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(("case", "chunks"), half_swept(CASES, [1, 3]), ids=str)
 def test_triton_interpreted(case, chunks):
     if not (support := supports(case.spec)):
         pytest.skip(f"not for triton: {support}")
