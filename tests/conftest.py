@@ -97,7 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tests need; leave out sweeps and what is not of this share.
+    """Mark what tests need; leave out sweeps and what is not of this share; put gates first.
 
     Parameters of a test are shared in turn, and so are tests without parameters of a file. Slow
     tests are not shared: they run at one end of the support range. Nor are tests with a condition,
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elsewhere = is_shared and seen[row] % parts != part - 1
         (others if elsewhere else mine).append(item)
         seen[row] += 1
-    items[:] = mine
+    items[:] = sorted(mine, key=lambda item: item.get_closest_marker("gate") is None)
     config.hook.pytest_deselected(items=others)
 
 

@@ -69,6 +69,7 @@ def own_words(source: str) -> list[str]:
     return [t.string for t in tokens if t.type in kinds and OWN_WORDS.search(t.string)]
 
 
+@pytest.mark.gate
 def test_prose_is_plain() -> None:
     found = {}
     for path in SOURCES:
@@ -79,6 +80,7 @@ def test_prose_is_plain() -> None:
     assert found == {}
 
 
+@pytest.mark.gate
 def test_bad_prose_is_found() -> None:
     assert bad_openings('def f():\n    """Whether it holds."""', has_verbs=False)
     assert bad_openings('def f():\n    """The number of rows."""', has_verbs=True)

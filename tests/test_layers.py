@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.gate
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "symjax_rewrite"
 FOLDERS = {

@@ -11,6 +11,8 @@ from symjax_rewrite.cost import margins, profile_groups
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES, Device
 from tests.test_layers import MODULES, PACKAGE, ROOT, parse
 
+pytestmark = pytest.mark.gate
+
 SOURCES = {
     profile_groups.DATASHEET,
     profile_groups.FACT,
