@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from symjax_rewrite import jax_internals, policy
@@ -264,6 +264,7 @@ class _Run:
         self.program = self.first = flat(closed)
         self.stops: set[str] = set()
         self.seen: dict[str, Program] = {}  # by pass, the program after it
+        self.trees_became_kernels = False  # the price of a tree then counts these kernels
 
     def through(self, passes: Sequence[Pass]) -> Result:
         """Run the passes."""
@@ -284,8 +285,9 @@ class _Run:
         if proposed:
             self.program, taken, refused = policy.chosen(self.program, proposed, self.context)
             found += refused
-            if taken and each.name == AffineTrees.name:
+            if taken and isinstance(each, AffineTrees):
                 self.program = flat(emission.staged(self.program))
+                self.trees_became_kernels = self.context.device.loops.steps_are_launches
         self.seen[each.name] = self.program
         for f in found:
             if f in taken if isinstance(f, Candidate) else not (again and self._is_known(f)):
@@ -301,7 +303,8 @@ class _Run:
     def _note(self, f: Found) -> None:
         match f:
             case Candidate():
-                self.result.took(f)
+                is_counted = self.trees_became_kernels and f.name == "scan" and not f.rules
+                self.result.took(replace(f, before=None, after=None) if is_counted else f)
             case Refusal():
                 self.result.declined(f)
             case Crossover() if f not in self.result.crossovers:

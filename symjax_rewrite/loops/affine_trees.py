@@ -55,48 +55,42 @@ class AffineTrees:
         route = lambda loop: self.route(loop, context.options, device)  # noqa: E731
         taken: list[tuple[Differentiated, str, Seconds | None]] = []
         for d in find_differentiated(around, prefixes):
-            eqn, what = (
-                d.prefix.equations[-1].eqn,
-                f"a differentiated tree of {d.prefix.length} steps",
-            )
+            eqn = d.prefix.equations[-1].eqn
+            what = f"a differentiated tree of {d.prefix.length} steps"
+            form, seconds = _form(around, d, context, route)
             if not context.reorders():
                 yield refused(Obstacle.ROUNDING("as loops it would round in another order"), eqn)
-                continue
-            seconds = None
-            if not device.loops.steps_are_launches:
-                seconds, form = _seconds_of_loops(program, d, device), "loops"
-            elif (kernels := _kernels(around, d, device, route)) is not None:
-                (seconds,), form = kernels, "kernels"
-            else:
+            elif not form:
                 reason = f"{what}: each step of its loops would be a launch"
                 yield refused(Obstacle.COST(reason), eqn)
-                continue
-            if seconds is not None and not margins.pays(*seconds, "tree", device):
+            elif seconds is not None and not margins.pays(*seconds, "tree", device):
                 reason = Obstacle.COST(f"{what} is predicted to be no slower than {form}")
                 yield refused(reason, eqn, seconds)
-                continue
-            taken.append((d, f"{what} runs as {form}", seconds))
+            else:
+                taken.append((d, f"{what} runs as {form}", seconds))
         loops = as_loops(around, [d for d, _, _ in taken])
         for (_, reason, seconds), parts in zip(taken, loops, strict=True):
             yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
 
 
-def _kernels(
-    around: Surroundings, d: Differentiated, device: Device, route: Route
-) -> tuple[Seconds | None] | None:
-    """Return the seconds of a tree and of kernels instead, or None if a loop is no kernel.
+def _form(
+    around: Surroundings, d: Differentiated, context: Context, route: Route
+) -> tuple[str, Seconds | None]:
+    """Return what would replace a tree, and the seconds of both; "" if steps would be launches.
 
     Kernels that the user names have no predicted seconds.
     """
+    device = context.device
+    if not device.loops.steps_are_launches:
+        return "loops", _seconds_of_loops(around.program, d, device)
     (parts,) = as_loops(around, [d])
     made = flatten(rewritten(around.program, parts))
     kept, _ = _loops_kept(around.program, device, route)
     still, kernels_s = _loops_kept(made, device, route)
-    if still > kept:
-        return None
-    if kernels_s is None:
-        return (None,)
-    return ((tree_seconds(_replaced(around.program, d), device), kernels_s),)
+    if still > kept or (kernels_s is None and context.options.kernels == "auto"):
+        return "", None
+    tree_s = tree_seconds(_replaced(around.program, d), device)
+    return "kernels", None if kernels_s is None else (tree_s, kernels_s)
 
 
 def _loops_kept(program: Program, device: Device, route: Route) -> tuple[int, float | None]:

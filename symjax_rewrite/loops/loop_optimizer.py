@@ -182,9 +182,9 @@ class LoopSearch:
         loop, own = as_loop(self.around, prefix)
         saved = Fusion(loop, self.around, own).run()
         loop = clean(loop)
+        tree_s = tree_seconds(own, device) + 2 * saved / device.bytes_per_s
         seconds = None
         if not device.loops.steps_are_launches:
-            tree_s = tree_seconds(own, device) + 2 * saved / device.bytes_per_s
             loop_s = moved_seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
             seconds = tree_s, loop_s
             if not margins.pays(*seconds, "tree", device):
@@ -193,6 +193,13 @@ class LoopSearch:
                 yield refused(reason, eqn, seconds)
                 return
         kernel, why = self._kernel(loop)
+        kernel_seconds = getattr(kernel, "seconds", None)
+        if kernel_seconds is not None:  # as written it is a tree, not a loop
+            seconds = tree_s, kernel_seconds[1]
+            if not margins.pays(*seconds, "scan", device):
+                reason = Obstacle.COST("the tree is predicted to be no slower than a kernel")
+                yield refused(reason, eqn, seconds)
+                return
         if kernel is not None:
             yield _routed(eqn, loop, kernel, why, seconds)
         elif seconds is None:
@@ -362,8 +369,11 @@ def _routed(
     seconds: Seconds | None = None,
     *also: Replacement,
 ) -> Candidate:
-    """Return a loop that runs as a kernel, with other parts of the same change."""
-    seconds = getattr(kernel, "seconds", None) or seconds
+    """Return a loop that runs as a kernel, with other parts of the same change.
+
+    seconds: predicted, of what is written and of the kernel; those of the kernel if left out.
+    """
+    seconds = seconds or getattr(kernel, "seconds", None)
     part = part_of(eqn, loop.outer_values(), loop.makes, kernel.run)
     return candidate(part, *also, reason=reason, seconds=seconds)
 

@@ -32,11 +32,14 @@ Memory = tuple[float, float]  # bytes: the peak of live values, and the largest 
 
 # Operations that read at most as many elements of their first operand as they write.
 TAKES = frozenset({"gather", "dynamic_slice", "slice", "squeeze", "reshape"})
-MOVES = TAKES | {"concatenate", "copy", "dynamic_update_slice", "pad", "rev", "tile", "transpose"}
+MOVES = TAKES | frozenset(
+    "broadcast_in_dim concatenate copy dynamic_update_slice expand_dims pad reshape rev split"
+    " squeeze tile transpose".split()
+)
 # Operations that cost one elementwise operation per element read or written.
 PASSES = frozenset(
     "add_any cumlogsumexp cummax cummin cumprod cumsum iota reduce_and reduce_max reduce_min"
-    " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add".split()
+    " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add clamp".split()
 )
 FREE = frozenset({"name", "optimization_barrier", "platform_index", "pvary", "stop_gradient"})
 CALLS = frozenset(

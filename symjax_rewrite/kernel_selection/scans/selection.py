@@ -76,19 +76,9 @@ def _in_parts(
         refused = {p.carries for p in route.parts if p.kernel is None}
         if refused.isdisjoint(scans):
             apart = f"affine carries run apart: {'; '.join(dict.fromkeys(reasons))}"
-            return replace(route, seconds=_seconds(route)), f"{describe(loop, groups)}; {apart}"
+            return route, f"{describe(loop, groups)}; {apart}"
         scans = {carries: None for carries in scans if carries not in refused}
     return None, why
-
-
-def _seconds(route: LoopParts) -> tuple[float, float] | None:
-    """Return the predicted seconds of a loop whose parts are all kernels, and of the kernels."""
-    kernels = [p.kernel for p in route.parts]
-    found = [k.seconds for k in kernels if isinstance(k, ScanKernel) and k.seconds is not None]
-    if len(found) < len(kernels):
-        return None
-    before, after = zip(*found, strict=True)
-    return sum(before), sum(after)
 
 
 def _scan(
