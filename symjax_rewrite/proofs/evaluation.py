@@ -168,8 +168,8 @@ class Evaluation:
         if kind != "map":
             return _INTERPRETED[kind](*values)
         name, x = attr[0], values[0] if values else np.zeros(())
-        if len(values) == 1 and name in _NUMPY:
-            return _NUMPY[name](x)
+        if name in _NUMPY:
+            return _NUMPY[name](*values)
         weight = _weight(str(attr))
         if name in ODD | EVEN:
             return np.sin(weight * x) if name in ODD else np.cos(weight * x)
@@ -305,10 +305,13 @@ _INTERPRETED: dict[str, Callable[..., Any]] = {
     "select": lambda test, yes, no: np.where(test != 0, yes, no),
     "same": lambda x: x,
 }
-_NUMPY: dict[str, Callable[[Any], Any]] = {
+_NUMPY: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in (np.sin, np.cos, np.tan, np.tanh, np.floor, np.ceil, np.sign)},
     "erf": np.vectorize(math.erf, otypes=[float]),
     "conj": np.conj,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "pow": lambda x, e: np.power(np.asarray(x, np.result_type(x, np.float64)), e),
     "is_number": lambda x: np.ones(np.shape(x)),
 }
 

@@ -317,6 +317,10 @@ def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool 
     """Return a function whose only laws are those of cases, of parity and of angles."""
     if a.angle_sums and name in TRIGONOMETRIC:
         return TRIGONOMETRIC[name](a, params, *operands)
+    if name in OF_TWO:
+        return OF_TWO[name](a, *operands)
+    if name in ROUNDED and (number := number_of(operands[0])) is not None:
+        return a.constant(ROUNDED[name](Fraction(number)))
     if len(operands) == 1:
         return a.cases(lambda p: _applied(a, name, params, integer, p), operands[0])
     return _applied(a, name, params, integer, *operands)
@@ -379,7 +383,36 @@ def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
         return a.power(base, Fraction(number))
     if a.sign(base) == 2:
         return exp(a, a.mul(e, log(a, base)))
-    return applied(a, "pow", (), base, e)
+    return _applied(a, "pow", (), False, base, e)
+
+
+def is_count(a: Calculus, p: Poly) -> bool:
+    """Return True if the values of p are known to be integers that are not negative."""
+    low, _ = value_range(a, p) if a.is_integer(p) else (None, None)
+    return low is not None and a.facts.nonnegative(low)
+
+
+def angle_of(a: Calculus, y: Poly, x: Poly) -> Poly:
+    """Return atan2(y, x) without a common positive factor; atan(y/x) where x > 0."""
+    whole = operation("map", y, x, attr=("atan2", ()))
+    if not (a.is_real(x) and a.is_real(y)):
+        return _applied(a, "atan2", (), False, y, x)
+    if a.sign(x) == 2:
+        return a.record("angle", whole, arctangent(a, a.mul(y, a.power(x, -1))))
+    if not (x or y):
+        return ZERO
+    below = a.power(a.content(x or y, only_positive=True)[0], -1)
+    made = _applied(a, "atan2", (), False, a.mul(y, below), a.mul(x, below))
+    return made if below == ONE else a.record("angle", whole, made)
+
+
+def arctangent(a: Calculus, p: Poly) -> Poly:
+    """Return the arc tangent of a polynomial."""
+    return applied(a, "atan", ((), "f"), p)
+
+
+OF_TWO = {"pow": pow_of, "atan2": angle_of}
+ROUNDED = {"floor": math.floor, "ceil": math.ceil, "truncate": math.trunc}
 
 
 def conjugate(a: Calculus, p: Poly) -> Poly:

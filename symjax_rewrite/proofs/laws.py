@@ -28,6 +28,7 @@ LAWS = {
     "cos(a + b) = cos(a)·cos(b) − sin(a)·sin(b), of n·a and n·π/2 too",
     "pythagoras": "sin(a)^2 = 1 − cos(a)^2",
     "tangent": "tan(a) = sin(a)/cos(a)",
+    "angle": "atan2(c·y, c·x) = atan2(y, x)   (c > 0), atan2(y, x) = atan(y/x)   (x > 0)",
     "logistic": "logistic(a) = 1/(1 + exp(−a))",
     "tanh": "tanh(a) = 1 − 2/(exp(2·a) + 1)",
     "sum": "Σ_k(a + b) = Σ_k a + Σ_k b, Σ_k(a·b) = a·Σ_k b (k not in a), Σ_k a = |k|·a",

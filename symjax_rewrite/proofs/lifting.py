@@ -30,6 +30,7 @@ from symjax_rewrite.proofs.affine_forms import product
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
+from symjax_rewrite.proofs.selections import selected
 from symjax_rewrite.proofs.sorting import SORTS, ordered, taken
 from symjax_rewrite.proofs.trigonometry import cosine
 from symjax_rewrite.proofs.windows import PREFIXES, windowed
@@ -72,9 +73,10 @@ class Lifting:
         each = self.a.entries is not None
         fixed = tuple([i[0] if each and not i[1] else None for i in read])
         found = self.values.get((ref.cls, fixed)) or self._value(ref.cls, fixed)
-        if self._now:
-            self._now[-1] |= found.conditions
-        return self.a.substitute(found.p, dict(zip(found.names, read, strict=True)))
+        to = dict(zip(found.names, read, strict=True))
+        for kind, p in found.conditions if self._now else ():
+            self.require(kind, self.a.substitute(p, to))
+        return self.a.substitute(found.p, to)
 
     def _value(self, cls: int, fixed: tuple[int | None, ...]) -> Value:
         c = self.t.graph.classes[cls]
@@ -131,8 +133,12 @@ class Lifting:
             case op.SOLVE:
                 return self._linear_solve(node, at, bound)
             case op.MAP:
-                operands = [self.of(r, at) for r in node.args]
                 kinds = [self._exact_dtype(r.cls) for r in node.args]
+                chooses = node.attr[0] == "select_n" and kinds[0] == "bool" and len(kinds) == 3
+                if chooses:
+                    operands = selected(self, node.args, at)
+                else:
+                    operands = [self.of(r, at) for r in node.args]
                 return self.map(node.attr[0], node.attr[1], operands, kinds, dtype)
         if cls in self.t.made_by:
             made = self._equation(*self.t.made_by[cls], here)
@@ -432,7 +438,7 @@ class Lifting:
             self.require("nonzero", cosine(self.a, (*params, "f"), ps[0]))
         if name == "integer_pow" and dict(params)["y"] < 0:
             self.require("nonzero", ps[0])
-        if name == "pow" and number_of(ps[1]) != 2:
+        if name == "pow" and not functions.is_count(self.a, ps[1]):
             self.require("positive", ps[0])
 
     def _convert(self, name: str, params: Any, p: Poly, old: str, new: str) -> Poly:
@@ -560,6 +566,8 @@ _ROWS: dict[str, Callable[..., Poly]] = {
     "reciprocal": lambda a, p: a.power(p, -1),
     "div": _div,
     "pow": functions.pow_of,
+    "atan2": functions.angle_of,
+    "atan": functions.arctangent,
     "logistic": functions.logistic,
     "tanh": functions.tanh,
     "sinh": lambda a, p: _half(a, functions.exp(a, p), -1, _exp_of_negative(a, p)),

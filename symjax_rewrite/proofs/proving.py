@@ -16,8 +16,9 @@ import jax
 from symjax_rewrite.errors import UsageError, choice
 from symjax_rewrite.ir.sizes import consistent
 from symjax_rewrite.options import Budget
-from symjax_rewrite.proofs.arithmetic import OutOfBudgetError
+from symjax_rewrite.proofs.arithmetic import Calculus, OutOfBudgetError
 from symjax_rewrite.proofs.checks import Checked
+from symjax_rewrite.proofs.forms import Poly
 from symjax_rewrite.proofs.laws import LAWS
 from symjax_rewrite.proofs.normal_forms import Mode, NormalForms, equal, normal_forms
 from symjax_rewrite.proofs.notation import Notation
@@ -25,6 +26,14 @@ from symjax_rewrite.proofs.problems import Problem, is_wide, scope_of, specs_of
 from symjax_rewrite.proofs.samples import Sampled, sample
 from symjax_rewrite.proofs.verdicts import MODULO, Different, Proof, ProofStep, Unknown
 
+# Forms of loops and orders, as an unfinished proof names them.
+WHOLE = {
+    "iteration": "a loop without a closed form",
+    "recurrence": "an affine recurrence without a closed form",
+    "sorted": "sort",
+    "order": "argsort",
+    "argmax": "argmax",
+}
 LAWS_PER_NODE = 10  # the budget of nodes, in applications of laws
 
 
@@ -163,13 +172,30 @@ def _proof(problem: Problem, forms: NormalForms, started: float, found: Sampled)
 
 def _unknown(problem: Problem, forms: NormalForms | None, reason: str, found: Sampled) -> Unknown:
     sides: list[tuple[str, ...]] = [(), (), ()]
+    missing: tuple[str, ...] = ()
     if forms is not None:
         notation = _notation(problem, forms)
         pairs = [(f.value, g.value) for f, g in forms.pairs if f.value != g.value]
         rows = [(f, g, forms.a.sub(f, g)) for f, g in pairs]
         sides = [tuple([notation.poly(row[k]) for row in rows]) for k in range(3)]
+        missing = _whole_operations(forms.a, [rest for _, _, rest in rows])
     reason = f"{reason} ({found.note})" if found.note else reason
-    return Unknown(reason, *sides, samples=found.instances)
+    return Unknown(reason, *sides, missing=missing, samples=found.instances)
+
+
+def _whole_operations(a: Calculus, rest: Sequence[Poly]) -> tuple[str, ...]:
+    """Return the names of operations in polynomials that no law took apart."""
+    atoms = {atom for p in rest for mono, _ in p for atom, _ in mono}
+    found = set()
+    for form in (a.table.forms[k] for k in {k for x in atoms for k in a.reached(x.form)}):
+        if form.kind in WHOLE:
+            found.add(WHOLE[form.kind])
+        elif form.kind == "map":
+            found.add(str(form.attr[0]))
+        elif form.kind == "opaque":
+            name = form.attr[1] if form.attr[0] == "native" else form.attr[0]
+            found.add(str(name[0] if isinstance(name, tuple) else name))
+    return tuple(sorted(found))
 
 
 def _steps(notation: Notation, forms: NormalForms, checked: Checked) -> list[ProofStep]:

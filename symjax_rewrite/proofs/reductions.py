@@ -65,11 +65,22 @@ def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
 
 
 def entries_of(a: Calculus, p: Poly, name: int) -> list[Poly] | None:
-    """Return a polynomial at every value of an index; None if single values are not read."""
+    """Return a polynomial at every value of an index; None if it stays a sum.
+
+    Single values are read where the other side reads them, and where the index is an exponent.
+    """
     size = a.table.sizes[name]
-    if not isinstance(size, int) or size > MOST_ENTRIES or not a.reads_entries(p, name):
+    if not isinstance(size, int) or size > MOST_ENTRIES:
+        return None
+    if not a.reads_entries(p, name) and not _is_exponent(a, p, name):
         return None
     return [a.substitute(p, {name: (k, ())}) for k in range(size)]
+
+
+def _is_exponent(a: Calculus, p: Poly, name: int) -> bool:
+    """Return True if an index is read by the exponent of a power of a base that may be negative."""
+    atoms = (atom for mono, _ in p for atom, _ in mono if atom_reads(atom, name))
+    return any(a.form(x).kind == "map" and a.form(x).attr[0] == "pow" for x in atoms)
 
 
 def parts_of(a: Calculus, p: Poly, name: int) -> list[tuple[int, Poly]] | None:

@@ -146,14 +146,16 @@ class Unknown(_Shown):
     """Two functions that were neither proved equal nor shown to differ.
 
     reason: what ended the search. left, right: the normal forms of f and g of every output that is
-    not proved equal. remains: what is left of f − g. samples: random instances at which they agree.
+    not proved equal. remains: what is left of f − g. missing: the operations in it that no law
+    takes apart. samples: random instances at which they agree.
     """
 
-    told = ("reason", "left", "right", "remains", "samples")
+    told = ("reason", "left", "right", "remains", "missing", "samples")
     reason: str
     left: tuple[str, ...] = ()
     right: tuple[str, ...] = ()
     remains: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     samples: int = 0
 
     def __bool__(self) -> bool:
@@ -163,6 +165,8 @@ class Unknown(_Shown):
         lines = [f"unknown: {self.reason}"]
         for f, g, rest in zip(self.left, self.right, self.remains, strict=True):
             lines += [f"  f is {f}", f"  g is {g}", f"  f − g is {rest}"]
+        if self.missing:
+            lines.append(f"no law takes apart: {', '.join(self.missing)}")
         return "\n".join(
             [*lines, f"equal at {self.samples} random instances, which proves nothing"]
         )

@@ -1,0 +1,54 @@
+"""Operands of selections: a branch must be defined where it is selected, and nowhere else.
+
+`where(x == 0, 1, sin(x)/x)` is defined everywhere: x ≠ 0 is required where the test fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.proofs.arithmetic import Calculus
+from symjax_rewrite.proofs.conditions import Condition
+from symjax_rewrite.proofs.forms import ONE, Index, Poly
+from symjax_rewrite.proofs.functions import positive, zero
+
+
+class Reader(Protocol):
+    """The reader of a program: `lifting.Lifting`."""
+
+    a: Calculus
+
+    def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
+    def apart(self) -> AbstractContextManager[set[Condition]]: ...
+    def require(self, kind: str, p: Poly) -> None: ...
+
+
+def selected(lifting: Reader, refs: Sequence[Ref], at: Sequence[Index]) -> list[Poly]:
+    """Return a test and its two branches; conditions that the test implies are not required."""
+    a, (which, *branches) = lifting.a, refs
+    test = lifting.of(which, at)
+    out = [test]
+    for chosen, ref in zip((a.sub(ONE, test), test), branches, strict=True):
+        with lifting.apart() as found:
+            out.append(lifting.of(ref, at))
+        for condition in found:
+            if not _implies(a, chosen, condition):
+                lifting.require(*condition)
+    return out
+
+
+def _implies(a: Calculus, test: Poly, condition: Condition) -> bool:
+    """Return True if a condition holds wherever a test is 1: if one is a form of the other."""
+    kind, p = condition
+    if not a.is_real(p):
+        return False
+    above, below = positive(a, p), positive(a, a.scale(-1, p))
+    implied_by = {
+        "nonzero": (above, below, a.sub(ONE, zero(a, p))),
+        "positive": (above,),
+        "nonnegative": (above, a.sub(ONE, below), zero(a, p)),
+    }
+    return test in implied_by[kind]
