@@ -232,7 +232,7 @@ def test_large_states_are_taken_on_a_cpu_and_small_ones_left_with_the_reason() -
     assert is_matrix(found(256))
     (small,) = found(32)
     assert not small.taken
-    assert "matrix states, predicted" in small.reason
+    assert "matrix states: predicted" in small.reason
 
 
 def query_of_its_reads(q, k, v):
