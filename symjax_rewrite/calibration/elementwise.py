@@ -46,10 +46,12 @@ def half_kernels(device: Device) -> Sequence[Case]:
 
 
 FUNCTIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
+    "root": (jnp.sqrt, lambda x: 1 / (1 + x)),
     "short": (jnp.exp, jnp.tanh),
     "long": (jnp.expm1, jnp.log1p),
     "periodic": (jnp.sin, jnp.cos),
-    "scalar": (jnp.arctan, lambda x: jnp.power(x, x)),
+    "power": (lambda x: jnp.power(x, x), lambda x: jnp.power(x, -1.5)),
+    "scalar": (jnp.arctan, jnp.cbrt),
 }
 
 

@@ -143,9 +143,9 @@ class Device:
         """Return the seconds of memory pages that every call requests from the system again.
 
         The allocator keeps a block up to a size and returns a larger one as a whole. The share
-        rises from zero to one below that size, so that prices have no jump.
+        rises from zero to one above that size, so that prices have no jump.
         """
-        share = min(max(4 * fresh_bytes / self.memory.kept_bytes - 3, 0.0), 1.0)
+        share = min(max(8 * fresh_bytes / self.memory.kept_bytes - 8, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
     def peak(self, dtype: str, precision: object = None) -> float:
@@ -267,6 +267,7 @@ CPU = Device(
         single_rows=False,
         reads_places=True,
         streams_products=True,
+        library_rows=4096,
         turned_bytes_per_s=2e9,
         block_s=5e-6,
         chained=0.35,
@@ -276,7 +277,7 @@ CPU = Device(
         least_pairs=1 << 16,
         lanes=16,
     ),
-    functions=FunctionSteps(short=3, long=8, periodic=30, scalar=40),
+    functions=FunctionSteps(root=1, short=3, long=8, periodic=55, power=50, scalar=110),
     platform="cpu",
     runs_pallas=False,
     half_steps=2.0,
@@ -287,7 +288,7 @@ CPU = Device(
         packed_bytes_per_s=1.5e10,
         product_row_s=3e-9,
         constant_bytes=1 << 28,
-        fresh_bytes_per_s=2e9,
+        fresh_bytes_per_s=3.2e9,
         passes_of_write=2.0,
     ),
     loops=LoopFacts(

@@ -28,11 +28,13 @@ ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates
 FUNCTIONS = {
     name: kind
     for kind, names in {
-        "short": "exp exp2 log log2 tanh logistic erf rsqrt sqrt cosh reciprocal div",
+        "root": "sqrt reciprocal div",
+        "short": "exp exp2 log log2 tanh logistic erf rsqrt cosh",
         "long": "expm1 log1p erfc erf_inv sinh asinh acosh atanh",
         "periodic": "sin cos",
-        "scalar": "tan asin acos atan atan2 pow cbrt rem lgamma digamma polygamma igamma igammac "
-        "bessel_i0e bessel_i1e regularized_incomplete_beta zeta nextafter",
+        "power": "pow",
+        "scalar": "tan asin acos atan atan2 cbrt rem lgamma digamma polygamma igamma igammac "
+        "bessel_i0e bessel_i1e regularized_incomplete_beta zeta",
     }.items()
     for name in names.split()
 }
@@ -113,11 +115,13 @@ class Margins:
 class FunctionSteps:
     """Elementwise functions, in steps of a loop that stays in cache (`folds.fused_steps_per_s`)."""
 
-    short: float = quantity("steps/element", "exp, log, tanh, erf, roots, division", ELEMENTWISE, 4)
+    root: float = quantity("steps/element", "square roots and divisions", ELEMENTWISE, 4)
+    short: float = quantity("steps/element", "exp, log, tanh, erf", ELEMENTWISE, 4)
     long: float = quantity("steps/element", "expm1, log1p, erfc, inverse functions", ELEMENTWISE, 8)
     periodic: float = quantity("steps/element", "sin and cos", ELEMENTWISE, 8)
+    power: float = quantity("steps/element", "powers that are no integers", ELEMENTWISE, 16)
     scalar: float = quantity(
-        "steps/element", "tan, arcs, pow, cbrt, remainders, gamma functions", ELEMENTWISE, 16
+        "steps/element", "tan, arcs, cbrt, remainders, gamma functions", ELEMENTWISE, 16
     )
 
     def of(self, name: str) -> float:
@@ -169,6 +173,10 @@ class FoldFacts:
     streams_products: bool = fact(
         "XLA fuses a product into one elementwise chain and one reduction of it", False
     )
+    library_rows: float = quantity(
+        "rows", "softmax(q kᵀ) v of so many, times its batch, is one call of XLA's library",
+        LAWS, math.inf,
+    )  # fmt: skip
     turned_bytes_per_s: float = quantity(
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )

@@ -366,13 +366,18 @@ def weight(node: Node) -> float:
 
 def steps_of(node: Node, device: Device) -> float:
     """Return the elementwise steps per element of a node, by the rate `elementwise_per_s`."""
+    rate = device.elementwise_per_s / device.folds.fused_steps_per_s
+    return weight(node) + functions_of(node, device) * rate
+
+
+def functions_of(node: Node, device: Device) -> float:
+    """Return the steps of a node's function beside its arithmetic, by `folds.fused_steps_per_s`."""
     if node.op != op.MAP:
-        return weight(node)
-    beside = device.functions.of(node.attr[0])
-    if node.attr[0] == "integer_pow":
-        beside = _multiplications(node) - 1.0
-        beside += device.functions.of("div") if is_inverse_power(node) else 0.0
-    return 1.0 + beside * device.elementwise_per_s / device.folds.fused_steps_per_s
+        return 0.0
+    if node.attr[0] != "integer_pow":
+        return device.functions.of(node.attr[0])
+    division = device.functions.of("div") if is_inverse_power(node) else 0.0
+    return (_multiplications(node) - 1.0) * device.folds.chained + division
 
 
 def _multiplications(node: Node) -> int:

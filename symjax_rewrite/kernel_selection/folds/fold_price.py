@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,15 +20,15 @@ from symjax_rewrite.cost.profile_groups import FUNCTIONS, FoldFacts
 from symjax_rewrite.cost.term_cost import (
     Cost,
     CostModel,
+    functions_of,
     is_dot,
     is_inverse_power,
     itemsize,
-    steps_of,
     weight,
 )
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -82,7 +82,7 @@ def compared(
 
     A cluster that XLA streams holds no bytes in memory.
     """
-    streamed = is_streamed(t, cluster, device)
+    streamed = is_streamed(t, cluster, device) or is_library_softmax(t, cluster, device)
     fresh = 0 if streamed else bytes_whole(t, cluster, device)
     fast = with_temporaries(device, fresh)
     if streamed:
@@ -112,6 +112,33 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     return all(_fuses(n) for n in inner)
 
 
+def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+    """Return True if XLA computes softmax(q kᵀ) v in one call of its library, without temporaries.
+
+    The library has no selection and no comparison, and wants many rows. The sum of the weights and
+    the weighted sum must both be read, and no other sum of weights.
+    """
+    kinds = Counter((m.exit.kind, len(m.exit.args)) for m in cluster.members)
+    kinds.pop(("max", 1), None)
+    if kinds != {("sum", 1): 1, ("sum", 2): 1}:
+        return False
+    weighted = next(m for m in cluster.members if len(m.exit.args) == 2)
+    if _rows(weighted) < device.folds.library_rows:
+        return False
+    choice, mine, _, _ = _written(t, cluster)
+    return all(_is_in_library(choice[c]) for c in mine) and not _is_masked(choice, mine)
+
+
+def _is_in_library(node: Node) -> bool:
+    """Return True for a product, a reduction, or an elementwise operation that XLA fuses."""
+    return node.op in (CONTRACT, REDUCE, ADD) or (node.op == MAP and node.attr[0] in STREAMED)
+
+
+def _is_masked(choice: Mapping[int, Node], classes: Iterable[int]) -> bool:
+    """Return True if a class selects between values."""
+    return any(choice[c].op == MAP and choice[c].attr[0] == "select_n" for c in classes)
+
+
 def _fuses(node: Node) -> bool:
     """Return True for a batched matrix product, or an elementwise operation that XLA fuses."""
     if is_dot(node):
@@ -121,11 +148,11 @@ def _fuses(node: Node) -> bool:
 
 
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
-    """Return seconds of a product and its reduction in one loop, which writes no term."""
-    choice, mine, (exit_,), _ = _written(t, cluster)
+    """Return seconds of products and their reductions in one loop, which writes no term."""
+    choice, mine, exits, _ = _written(t, cluster)
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    moved = sum(f.bytes for c, f in facts.items() if c == exit_ or c not in mine)
+    moved = sum(f.bytes for c, f in facts.items() if c in exits or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
     steps = sum(facts[c].work for c in mine if facts[c].flops is None)
     return products + max(steps / device.elementwise_per_s, moved / device.bytes_per_s)
@@ -183,8 +210,9 @@ def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: De
 
 
 def _fused(device: Device) -> Device:
-    """Return the profile with the elementwise rate of loops that stay in cache."""
-    return replace(device, elementwise_per_s=device.folds.fused_steps_per_s)
+    """Return the profile with the rate of arithmetic in loops that stay in cache."""
+    folds = device.folds
+    return replace(device, elementwise_per_s=folds.fused_steps_per_s / folds.chained)
 
 
 def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
@@ -250,7 +278,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
     steps += sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
     across = sum(_across_seconds(t, choice[cls], mine, device) for cls in exits)
-    return seconds + across + steps / device.elementwise_per_s
+    return seconds + across + steps / folds.fused_steps_per_s
 
 
 def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
@@ -279,14 +307,14 @@ def _across_seconds(t: TermGraph, node: Node, mine: set[int], device: Device) ->
 
 
 def _sum_steps(t: TermGraph, cls: int, folds: FoldFacts) -> float:
-    """Return the steps per pair of XLA's sum over features, beside those of its terms.
+    """Return the steps per pair of XLA's sum over features, beside the arithmetic of its terms.
 
     A sum takes some time to begin, and then several features at a time.
     """
     node = node_of(t.graph, cls)
     count = math.prod(b for b in node.bound if isinstance(b, int))
     together = (1 + weight(node)) * count  # a difference, its square, and the addition
-    return folds.feature_sum - (1 - 1 / folds.features_at_once) * together
+    return folds.feature_sum + (1 / folds.features_at_once - folds.chained) * together
 
 
 def _sums_paired_features(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
@@ -336,15 +364,22 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     held = [c for c in order if c in written and c not in exits and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    users = Counter(a.cls for c in order for a in choice[c].args)
+    masked = _is_masked(choice, order)
+    readers = [c for c in order if masked or not _is_reduction(choice[c])]
+    users = Counter(a.cls for c in readers for a in choice[c].args)
 
     def lives(c: int, x: int) -> bool:
-        # x is computed in c's buffer, unless c is also reduced on the way to x
+        # x is computed in c's buffer. XLA stores masked terms apart if they are also reduced.
         overwritten = x in in_place and (x in roots or users[c] == 1)
         at, until = place[x], last.get(c, place[c])
         return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
+
+
+def _is_reduction(node: Node) -> bool:
+    """Return True for an extremum, or a sum of one operand."""
+    return node.op == REDUCE or (node.op == CONTRACT and len(node.args) == 1 and bool(node.bound))
 
 
 def _fused_into_readers(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
@@ -383,7 +418,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     seconds += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
     seconds += share * _product_seconds(spec, device, pairs)
     filled = min(blocks.cols / folds.lanes, 1.0)
-    seconds += visited * _steps(route, spec, blocks, device) / (filled * device.elementwise_per_s)
+    seconds += visited * _steps(route, spec, blocks, device) / (filled * folds.fused_steps_per_s)
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
 
 
@@ -397,7 +432,7 @@ def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> floa
     visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
     steps = _steps(route, spec, xla_blocks(spec), device)
     busy = _product_seconds(spec, device, visited) / fold_cost.rate(backend, device)
-    busy += visited * steps / device.elementwise_per_s
+    busy += visited * steps / device.folds.fused_steps_per_s
     busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
     columns = int(columns_visited(spec, cut.rows, cut.cols).max(initial=0))
     share = min(cut.rows, spec.rows) * columns / max(visited, 1)
@@ -510,7 +545,7 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     for node, share in zip(nodes, _shares(route, spec, nodes, inner), strict=True):
         if node is not None:
             own = weight(node)
-            steps += share * (chained * own + steps_of(node, device) - own)
+            steps += share * (chained * own + functions_of(node, device))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
