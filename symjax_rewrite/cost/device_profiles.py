@@ -273,6 +273,7 @@ CPU = Device(
         chained=0.35,
         feature_sum=60,
         features_at_once=8,
+        argmax=24,
         argmax_passes=16,
         least_pairs=1 << 16,
         lanes=16,

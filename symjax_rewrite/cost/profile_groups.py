@@ -175,7 +175,7 @@ class FoldFacts:
     )
     library_rows: float = quantity(
         "rows", "softmax(q kᵀ) v of so many, times its batch, is one call of XLA's library",
-        LAWS, math.inf,
+        NO_SCRIPT, math.inf,
     )  # fmt: skip
     turned_bytes_per_s: float = quantity(
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
