@@ -143,9 +143,9 @@ class Device:
         """Return the seconds of memory pages that every call requests from the system again.
 
         The allocator keeps a block up to a size and returns a larger one as a whole. The share
-        rises from zero to one above that size, so that prices have no jump.
+        rises from zero to one around that size, so that prices have no jump.
         """
-        share = min(max(8 * fresh_bytes / self.memory.kept_bytes - 8, 0.0), 1.0)
+        share = min(max(16 * fresh_bytes / self.memory.kept_bytes - 15.5, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
     def peak(self, dtype: str, precision: object = None) -> float:
@@ -268,9 +268,11 @@ CPU = Device(
         reads_places=True,
         streams_products=True,
         library_rows=4096,
+        library_columns=640,
         turned_bytes_per_s=2e9,
         block_s=5e-6,
         chained=0.35,
+        stored_tile=4,
         feature_sum=60,
         features_at_once=8,
         argmax=24,

@@ -177,6 +177,9 @@ class FoldFacts:
         "rows", "softmax(q kᵀ) v of so many, times its batch, is one call of XLA's library",
         NO_SCRIPT, math.inf,
     )  # fmt: skip
+    library_columns: float = quantity(
+        "columns", "of which that call stores the weights of all rows", NO_SCRIPT, 0
+    )
     turned_bytes_per_s: float = quantity(
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )
@@ -220,6 +223,9 @@ class FoldFacts:
     )
     chained_reads: int = quantity("1", "values that such a tile reads, at most", LAWS, 64)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
+    stored_tile: float = quantity(
+        "steps/pair", "a block of a fold's tile, written by one loop and read by another", FOLDS, 0
+    )
     feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)

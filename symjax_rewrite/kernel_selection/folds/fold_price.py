@@ -48,6 +48,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     FoldSpec,
     KeyedSums,
     Output,
+    Sums,
     TopK,
     in_two_parts,
     one_way,
@@ -80,13 +81,19 @@ def compared(
 ) -> tuple[float, float, int]:
     """Return predicted seconds of a cluster's terms as written and of its folds, and `bytes_whole`.
 
-    A cluster that XLA streams holds no bytes in memory.
+    A cluster that XLA streams holds no bytes in memory. Its library stores the weights of a softmax
+    of long rows.
     """
-    streamed = is_streamed(t, cluster, device) or is_library_softmax(t, cluster, device)
-    fresh = 0 if streamed else bytes_whole(t, cluster, device)
+    library = is_library_softmax(t, cluster, device)
+    inside = library and _is_all_in_library(t, cluster)
+    few = inside and _columns(cluster) < device.folds.library_columns
+    streamed = few or is_streamed(t, cluster, device)
+    fresh = 0 if streamed else bytes_whole(t, cluster, device, library)
     fast = with_temporaries(device, fresh)
     if streamed:
         whole = _seconds_streamed(t, cluster, fast)
+    elif inside:
+        whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(fresh)
     else:
         kept = replace(fast, memory=replace(fast.memory, kept_bytes=math.inf))
         whole = seconds_whole(t, cluster, kept) + device.page_seconds(fresh)  # of all its values
@@ -113,10 +120,10 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
 
 
 def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
-    """Return True if XLA computes softmax(q kᵀ) v in one call of its library, without temporaries.
+    """Return True if XLA computes softmax(s) v in one call of its library, from many rows on.
 
-    The library has no selection and no comparison, and wants many rows. The sum of the weights and
-    the weighted sum must both be read, and no other sum of weights.
+    The sum of the weights and the weighted sum must both be read, and no other sum of weights. Its
+    library stores the weights where XLA would store them and masked scores apart.
     """
     kinds = Counter((m.exit.kind, len(m.exit.args)) for m in cluster.members)
     kinds.pop(("max", 1), None)
@@ -126,12 +133,20 @@ def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     if _rows(weighted) < device.folds.library_rows:
         return False
     choice, mine, _, _ = _written(t, cluster)
-    return all(_is_in_library(choice[c]) for c in mine) and not _is_masked(choice, mine)
+    return all(choice[c].op in (CONTRACT, REDUCE) or is_elementwise(choice[c]) for c in mine)
 
 
-def _is_in_library(node: Node) -> bool:
-    """Return True for a product, a reduction, or an elementwise operation that XLA fuses."""
-    return node.op in (CONTRACT, REDUCE, ADD) or (node.op == MAP and node.attr[0] in STREAMED)
+def _columns(cluster: Cluster) -> int:
+    """Return the most elements that a reduction of a cluster reduces for each row."""
+    return max(m.pairs // _rows(m) for m in cluster.members)
+
+
+def _is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
+    """Return True if a softmax has scores that the library computes too; it selects no values."""
+    choice, mine, _, _ = _written(t, cluster)
+    maps = {choice[c].attr[0] for c in mine if choice[c].op == MAP}
+    known = all(choice[c].op in (CONTRACT, REDUCE, ADD, MAP) for c in mine)
+    return known and maps <= STREAMED - {"select_n"}
 
 
 def _is_masked(choice: Mapping[int, Node], classes: Iterable[int]) -> bool:
@@ -341,8 +356,11 @@ def _rows(m: ClusterMember) -> int:
     return m.pairs // m.count(m.exit.bound)
 
 
-def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
-    """Return the peak bytes of pairwise terms in memory when the program runs as written."""
+def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool = False) -> int:
+    """Return the peak bytes of pairwise terms in memory when the program runs as written.
+
+    in_library: masked scores are read where they are (`is_library_softmax`).
+    """
     choice, mine, exits, roots = _written(t, cluster)
 
     def operands(c: int) -> list[int]:
@@ -364,7 +382,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     held = [c for c in order if c in written and c not in exits and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    masked = _is_masked(choice, order)
+    masked = _is_masked(choice, order) and not in_library
     readers = [c for c in order if masked or not _is_reduction(choice[c])]
     users = Counter(a.cls for c in readers for a in choice[c].args)
 
@@ -541,37 +559,69 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     for kind, data, args, _ in route.steps:
         op, attr = data if kind == "apply" else (None, None)
         nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
-    inner = blocks.inner if folds.streams else ()  # a kernel computes each batch by itself
-    for node, share in zip(nodes, _shares(route, spec, nodes, inner), strict=True):
+    for node, share in zip(
+        nodes, _shares(route, spec, nodes, _extents(spec, blocks, folds)), strict=True
+    ):
         if node is not None:
             own = weight(node)
             steps += share * (chained * own + functions_of(node, device))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
+    steps += folds.stored_tile * _stored(spec)
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
 
 
+def _stored(spec: FoldSpec) -> int:
+    """Return how often loops write a block of a tile and read it again.
+
+    A product with weights reads a stored block, and so do several sums of one tile.
+    """
+    read = Counter(o.tile for o in spec.outputs for _ in terms_of(o))
+    plain = (
+        o.tile for o in spec.outputs if isinstance(o, Sums) for t in o.terms if t.weights is None
+    )
+    weighted = sum(t.weights is not None for o in spec.outputs for t in terms_of(o))
+    return weighted + sum(read[tile] > 1 for tile in plain)
+
+
+def _extents(spec: FoldSpec, blocks: Blocks, folds: FoldFacts) -> dict[str, int]:
+    """Return the sizes of a block by axis where loops run a fold; empty for a kernel."""
+    if not folds.streams:
+        return {}
+    inner = {a: spec.size[a] for a in blocks.inner}
+    return {**inner, spec.row: max(blocks.rows, 1), spec.col: max(blocks.cols, 1)}
+
+
 def _shares(
-    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], inner: Sequence[str]
+    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], extents: Mapping[str, int]
 ) -> list[float]:
     """Return the share of a block's elements for which each step of a tile is computed.
 
-    A function is computed once for the inner axes of a block that it does not depend on, and so is
-    the arithmetic that functions alone read. Other arithmetic is repeated for each element.
+    A function is computed once for the axes of a block that it does not depend on, and so is the
+    arithmetic that functions alone read, or that does not depend on the column. Other arithmetic
+    is repeated for each element.
     """
     axes: list[set[str]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for k, (kind, data, args, _) in enumerate(route.steps):
-        axes.append(set() if kind in ("value", "const", "apply") else set(inner))
-        axes[k].update(spec.operands[data].axes if kind == "value" else ())
-        axes[k].update(*(axes[a] for a in args))
+        match kind:
+            case "const" | "apply":
+                own = set()
+            case "value":
+                own = {*spec.operands[data].axes}
+            case "index":
+                own = {spec.row if data else spec.col}
+            case _:
+                own = {*extents}
+        axes.append(own.union(*(axes[a] for a in args)))
         for a in args:
             readers[a].append(k)
     shares = [1.0] * len(nodes)
     for k in reversed(range(len(nodes))):
         node = nodes[k]
-        own = 1 / math.prod(spec.size[a] for a in inner if a not in axes[k])
-        read = 0.0 if node is not None and not _is_arithmetic(node) else 1.0
+        own = 1 / math.prod(size for a, size in extents.items() if a not in axes[k])
+        once = spec.col not in axes[k] or (node is not None and not _is_arithmetic(node))
+        read = 0.0 if once else 1.0
         shares[k] = max(own, min(read, max((shares[r] for r in readers[k]), default=1.0)))
     return shares
 
