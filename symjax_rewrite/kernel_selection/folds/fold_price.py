@@ -572,16 +572,18 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
 
 
 def _stored(spec: FoldSpec) -> int:
-    """Return how often loops write a block of a tile and read it again.
+    """Return how often loops write a block of a tile to a cache and read it again.
 
-    A product with weights reads a stored block, and so do several sums of one tile.
+    A product with weights of several features reads a stored block, and so do several sums of one
+    tile.
     """
     read = Counter(o.tile for o in spec.outputs for _ in terms_of(o))
+    weights = [t.weights for o in spec.outputs for t in terms_of(o)]
+    products = sum(k is not None and spec.width(k) > 1 for k in weights)
     plain = (
         o.tile for o in spec.outputs if isinstance(o, Sums) for t in o.terms if t.weights is None
     )
-    weighted = sum(t.weights is not None for o in spec.outputs for t in terms_of(o))
-    return weighted + sum(read[tile] > 1 for tile in plain)
+    return products + sum(read[tile] > 1 for tile in plain)
 
 
 def _extents(spec: FoldSpec, blocks: Blocks, folds: FoldFacts) -> dict[str, int]:
