@@ -143,9 +143,9 @@ class Device:
         """Return the seconds of memory pages that every call requests from the system again.
 
         The allocator keeps a block up to a size and returns a larger one as a whole. The share
-        rises from zero to one around that size, so that prices have no jump.
+        rises from zero to one closely below that size, so that prices have no jump.
         """
-        share = min(max(16 * fresh_bytes / self.memory.kept_bytes - 15.5, 0.0), 1.0)
+        share = min(max(32 * fresh_bytes / self.memory.kept_bytes - 31, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
     def peak(self, dtype: str, precision: object = None) -> float:
@@ -262,6 +262,7 @@ CPU = Device(
     call_s=3e-5,
     folds=FoldFacts(
         fused_steps_per_s=16e9,
+        product_share=1.4,
         streams=True,
         writes_blocks=False,
         single_rows=False,
@@ -291,7 +292,7 @@ CPU = Device(
         packed_bytes_per_s=1.5e10,
         product_row_s=3e-9,
         constant_bytes=1 << 28,
-        fresh_bytes_per_s=3.2e9,
+        fresh_bytes_per_s=2e9,
         passes_of_write=2.0,
     ),
     loops=LoopFacts(

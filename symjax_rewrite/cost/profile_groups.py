@@ -166,6 +166,9 @@ class FoldFacts:
     """Reductions over pairs, as XLA runs them and as folds. Steps are elementwise operations."""
 
     fused_steps_per_s: float = quantity("steps/s", "steps in a loop that stays in cache", FOLDS)
+    product_share: float = quantity(
+        "1", "of the rate of products of matrices that products over pairs reach", FOLDS, 1.0
+    )
     streams: bool = fact("folds run as loops over blocks, no kernels", False)
     writes_blocks: bool = fact("a tile in no kernel is written between operations", True)
     single_rows: bool = quantity("yes/no", "pairs of one row are worth a fold", JUDGED, True)
@@ -224,7 +227,7 @@ class FoldFacts:
     chained_reads: int = quantity("1", "values that such a tile reads, at most", LAWS, 64)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
     stored_tile: float = quantity(
-        "steps/pair", "a block of a fold's tile, written by one loop and read by another", FOLDS, 0
+        "steps/pair", "a block of a fold's tile, stored for one of several sums of it", FOLDS, 0
     )
     feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,14 +21,13 @@ from symjax_rewrite.cost.term_cost import (
     Cost,
     CostModel,
     functions_of,
-    is_dot,
     is_inverse_power,
     itemsize,
     weight,
 )
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node, Ref
+from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -36,6 +35,17 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     elements,
     is_elementwise,
     is_product,
+)
+from symjax_rewrite.kernel_selection.folds.written_terms import (
+    are_short_rows,
+    copied_bytes,
+    is_all_in_library,
+    is_library_softmax,
+    is_masked,
+    is_reduction,
+    is_streamed,
+    rows_reduced,
+    written_terms,
 )
 from symjax_rewrite.kernel_selection.partial_sort import SELECTED
 from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
@@ -69,11 +79,6 @@ from symjax_rewrite.rewriting.contraction_order import Pairs, best_order, rows_o
 from symjax_rewrite.rules.separability import separable
 
 MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
-# Elementwise operations that XLA's CPU compiler fuses into a product and the reduction of it.
-STREAMED = frozenset(
-    "abs convert_element_type div erf exp integer_pow log log1p logistic max min neg pow round"
-    " rsqrt select_n sqrt square sub tanh".split()
-)
 
 
 def compared(
@@ -85,14 +90,16 @@ def compared(
     of long rows.
     """
     library = is_library_softmax(t, cluster, device)
-    inside = library and _is_all_in_library(t, cluster)
-    few = inside and _columns(cluster) < device.folds.library_columns
+    inside = library and is_all_in_library(t, cluster)
+    few = inside and are_short_rows(cluster, device)
     streamed = few or is_streamed(t, cluster, device)
     fresh = 0 if streamed else bytes_whole(t, cluster, device, library)
+    copies = 0 if streamed else copied_bytes(t, cluster, device) * (1 + library)
+    fresh += copies
     fast = with_temporaries(device, fresh)
     if streamed:
         whole = _seconds_streamed(t, cluster, fast)
-    elif inside:
+    elif inside and not copies:
         whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(fresh)
     else:
         kept = replace(fast, memory=replace(fast.memory, kept_bytes=math.inf))
@@ -100,71 +107,9 @@ def compared(
     return whole, sum(seconds_folded(r, fast) for r in routes), fresh
 
 
-def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
-    """Return True if XLA computes a cluster in one loop too, without its terms in memory.
-
-    XLA fuses one product, a chain of elementwise operations that are each read once, and one sum or
-    extremum. A second reader, or a product with weights, puts the term into memory.
-    """
-    if not device.folds.streams_products or len(cluster.members) != 1:
-        return False
-    (m,) = cluster.members
-    if m.exit.kind not in ("sum", "max", "min") or not all(map(m.pair.holds, m.exit.args)):
-        return False
-    choice, mine, _, _ = _written(t, cluster)
-    inner = [choice[c] for c in mine if c != m.exit.cls]
-    readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
-    if any(readers[c] > 1 for c in mine) or sum(map(is_dot, inner)) != 1:
-        return False
-    return all(_fuses(n) for n in inner)
-
-
-def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
-    """Return True if XLA computes softmax(s) v in one call of its library, from many rows on.
-
-    The sum of the weights and the weighted sum must both be read, and no other sum of weights. Its
-    library stores the weights where XLA would store them and masked scores apart.
-    """
-    kinds = Counter((m.exit.kind, len(m.exit.args)) for m in cluster.members)
-    kinds.pop(("max", 1), None)
-    if kinds != {("sum", 1): 1, ("sum", 2): 1}:
-        return False
-    weighted = next(m for m in cluster.members if len(m.exit.args) == 2)
-    if _rows(weighted) < device.folds.library_rows:
-        return False
-    choice, mine, _, _ = _written(t, cluster)
-    return all(choice[c].op in (CONTRACT, REDUCE) or is_elementwise(choice[c]) for c in mine)
-
-
-def _columns(cluster: Cluster) -> int:
-    """Return the most elements that a reduction of a cluster reduces for each row."""
-    return max(m.pairs // _rows(m) for m in cluster.members)
-
-
-def _is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
-    """Return True if a softmax has scores that the library computes too; it selects no values."""
-    choice, mine, _, _ = _written(t, cluster)
-    maps = {choice[c].attr[0] for c in mine if choice[c].op == MAP}
-    known = all(choice[c].op in (CONTRACT, REDUCE, ADD, MAP) for c in mine)
-    return known and maps <= STREAMED - {"select_n"}
-
-
-def _is_masked(choice: Mapping[int, Node], classes: Iterable[int]) -> bool:
-    """Return True if a class selects between values."""
-    return any(choice[c].op == MAP and choice[c].attr[0] == "select_n" for c in classes)
-
-
-def _fuses(node: Node) -> bool:
-    """Return True for a batched matrix product, or an elementwise operation that XLA fuses."""
-    if is_dot(node):
-        a, b = ({i for i in x.axes if i < node.out} for x in node.args)
-        return len(a - b) <= 1 and len(b - a) <= 1
-    return is_elementwise(node) and (node.op != MAP or node.attr[0] in STREAMED)
-
-
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of products and their reductions in one loop, which writes no term."""
-    choice, mine, exits, _ = _written(t, cluster)
+    choice, mine, exits, _ = written_terms(t, cluster)
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in exits or c not in mine)
@@ -225,9 +170,11 @@ def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: De
 
 
 def _fused(device: Device) -> Device:
-    """Return the profile with the rate of arithmetic in loops that stay in cache."""
+    """Return the profile with the rates of arithmetic in loops that stay in cache."""
     folds = device.folds
-    return replace(device, elementwise_per_s=folds.fused_steps_per_s / folds.chained)
+    peaks = {dtype: folds.product_share * peak for dtype, peak in device.flops_per_s.items()}
+    steps = folds.fused_steps_per_s / folds.chained
+    return replace(device, elementwise_per_s=steps, flops_per_s=peaks)
 
 
 def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
@@ -259,31 +206,16 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     return math.inf if found is None else found[1]
 
 
-def _written(
-    t: TermGraph, cluster: Cluster
-) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
-    """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
-
-    It always writes the reductions, and the inputs of XLA's own routines.
-    """
-    exits = sorted({m.exit.cls for m in cluster.members})
-    mine = {*exits, *cluster.classes()[0], *(x for m in cluster.members for x in m.exit.through)}
-    reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
-    choice = {c: node_of(t.graph, c) for c in mine | reached}
-    native = {a.cls for c in exits if choice[c].op == NATIVE for a in choice[c].args}
-    return choice, mine, exits, (*exits, *sorted((native & mine).difference(exits)))
-
-
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written."""
-    choice, mine, exits, roots = _written(t, cluster)
+    choice, mine, exits, roots = written_terms(t, cluster)
     model, folds = CostModel(device, t.number), device.folds
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
     steps = 0.0
     for m in once.values():
-        rows = _rows(m)
+        rows = rows_reduced(m)
         kinds = [m.exit.kind, "top_k"] if _is_selected(t, m, device) else [m.exit.kind]
         length = _reduced(m) / rows
         steps += min(folds.plain_steps(k, rows, length, m.exit.places) for k in kinds)
@@ -351,17 +283,12 @@ def _reduced(m: ClusterMember) -> int:
     return m.count(mine)
 
 
-def _rows(m: ClusterMember) -> int:
-    """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
-    return m.pairs // m.count(m.exit.bound)
-
-
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool = False) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written.
 
     in_library: masked scores are read where they are (`is_library_softmax`).
     """
-    choice, mine, exits, roots = _written(t, cluster)
+    choice, mine, exits, roots = written_terms(t, cluster)
 
     def operands(c: int) -> list[int]:
         return [a.cls for a in choice[c].args if a.cls in mine]
@@ -382,8 +309,8 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     held = [c for c in order if c in written and c not in exits and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    masked = _is_masked(choice, order) and not in_library
-    readers = [c for c in order if masked or not _is_reduction(choice[c])]
+    masked = is_masked(choice, order) and not in_library
+    readers = [c for c in order if masked or not is_reduction(choice[c])]
     users = Counter(a.cls for c in readers for a in choice[c].args)
 
     def lives(c: int, x: int) -> bool:
@@ -393,11 +320,6 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
         return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
-
-
-def _is_reduction(node: Node) -> bool:
-    """Return True for an extremum, or a sum of one operand."""
-    return node.op == REDUCE or (node.op == CONTRACT and len(node.args) == 1 and bool(node.bound))
 
 
 def _fused_into_readers(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
@@ -572,18 +494,10 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
 
 
 def _stored(spec: FoldSpec) -> int:
-    """Return how often loops write a block of a tile to a cache and read it again.
-
-    A product with weights of several features reads a stored block, and so do several sums of one
-    tile.
-    """
+    """Return how many sums read a stored block of a tile that another sum reads too."""
     read = Counter(o.tile for o in spec.outputs for _ in terms_of(o))
-    weights = [t.weights for o in spec.outputs for t in terms_of(o)]
-    products = sum(k is not None and spec.width(k) > 1 for k in weights)
-    plain = (
-        o.tile for o in spec.outputs if isinstance(o, Sums) for t in o.terms if t.weights is None
-    )
-    return products + sum(read[tile] > 1 for tile in plain)
+    sums = ((o.tile, t) for o in spec.outputs if isinstance(o, Sums) for t in o.terms)
+    return sum(read[tile] > 1 for tile, t in sums if t.weights is None)
 
 
 def _extents(spec: FoldSpec, blocks: Blocks, folds: FoldFacts) -> dict[str, int]:

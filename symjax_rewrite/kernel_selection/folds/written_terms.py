@@ -1,0 +1,128 @@
+"""Pairwise terms as XLA computes them on a CPU: fused, in calls of its library, or stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import is_dot, itemsize
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
+
+# Elementwise operations that XLA's CPU compiler fuses into a product and the reduction of it.
+STREAMED = frozenset(
+    "abs convert_element_type div erf exp integer_pow log log1p logistic max min neg pow round"
+    " rsqrt select_n sqrt square sub tanh".split()
+)
+
+
+def written_terms(
+    t: TermGraph, cluster: Cluster
+) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
+    """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
+
+    It always writes the reductions, and the inputs of XLA's own routines.
+    """
+    exits = sorted({m.exit.cls for m in cluster.members})
+    mine = {*exits, *cluster.classes()[0], *(x for m in cluster.members for x in m.exit.through)}
+    reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
+    choice = {c: node_of(t.graph, c) for c in mine | reached}
+    native = {a.cls for c in exits if choice[c].op == NATIVE for a in choice[c].args}
+    return choice, mine, exits, (*exits, *sorted((native & mine).difference(exits)))
+
+
+def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+    """Return True if XLA computes a cluster in one loop too, without its terms in memory.
+
+    XLA fuses one product, a chain of elementwise operations that are each read once, and one sum or
+    extremum. A second reader, or a product with weights, puts the term into memory.
+    """
+    if not device.folds.streams_products or len(cluster.members) != 1:
+        return False
+    (m,) = cluster.members
+    if m.exit.kind not in ("sum", "max", "min") or not all(map(m.pair.holds, m.exit.args)):
+        return False
+    choice, mine, _, _ = written_terms(t, cluster)
+    inner = [choice[c] for c in mine if c != m.exit.cls]
+    readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
+    if any(readers[c] > 1 for c in mine) or sum(map(is_dot, inner)) != 1:
+        return False
+    return all(_fuses(n) for n in inner)
+
+
+def _fuses(node: Node) -> bool:
+    """Return True for a batched matrix product, or an elementwise operation that XLA fuses."""
+    if is_dot(node):
+        a, b = ({i for i in x.axes if i < node.out} for x in node.args)
+        return len(a - b) <= 1 and len(b - a) <= 1
+    return is_elementwise(node) and (node.op != MAP or node.attr[0] in STREAMED)
+
+
+def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+    """Return True if XLA computes softmax(s) v in one call of its library, from many rows on.
+
+    The sum of the weights and the weighted sum must both be read, and no other sum of weights. Its
+    library stores the weights where XLA would store them and masked scores apart.
+    """
+    kinds = Counter((m.exit.kind, len(m.exit.args)) for m in cluster.members)
+    kinds.pop(("max", 1), None)
+    if kinds != {("sum", 1): 1, ("sum", 2): 1}:
+        return False
+    weighted = next(m for m in cluster.members if len(m.exit.args) == 2)
+    if rows_reduced(weighted) < device.folds.library_rows:
+        return False
+    choice, mine, _, _ = written_terms(t, cluster)
+    return all(choice[c].op in (CONTRACT, REDUCE) or is_elementwise(choice[c]) for c in mine)
+
+
+def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
+    """Return True if a softmax has scores that the library computes too; it selects no values."""
+    choice, mine, _, _ = written_terms(t, cluster)
+    maps = {choice[c].attr[0] for c in mine if choice[c].op == MAP}
+    known = all(choice[c].op in (CONTRACT, REDUCE, ADD, MAP) for c in mine)
+    return known and maps <= STREAMED - {"select_n"}
+
+
+def are_short_rows(cluster: Cluster, device: Device) -> bool:
+    """Return True for a softmax without a batch of which the library never stores all weights."""
+    columns = max(m.pairs // rows_reduced(m) for m in cluster.members)
+    apart = all(len(m.space) == 2 for m in cluster.members)
+    return apart and columns < device.folds.library_columns
+
+
+def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:
+    """Return the bytes of a pairwise term that XLA copies between two products of one batch.
+
+    XLA drops a batch axis of size 1 from one of the products, where the axes of the other are not
+    in order: the copy keeps both from being one call of its library.
+    """
+    found = [0]
+    for m in cluster.members if device.folds.streams_products else ():
+        made = t.maker_of(m.exit.cls)
+        if made is None or made.name != "dot_general" or len(m.exit.args) != 2:
+            continue
+        for axes, v in zip(made.eqn.params["dimension_numbers"][1], made.invals, strict=True):
+            shape = t.program.avals[v].shape if isinstance(v, int) else ()
+            if tuple(axes) != (*range(len(axes)),) and 1 in [shape[i] for i in axes]:
+                wide = max(m.exit.args, key=lambda a: elements(t, a.cls)).cls
+                found.append(itemsize(t.graph.classes[wide].dtype) * elements(t, wide))
+    return max(found)
+
+
+def is_masked(choice: Mapping[int, Node], classes: Iterable[int]) -> bool:
+    """Return True if a class selects between values."""
+    return any(choice[c].op == MAP and choice[c].attr[0] == "select_n" for c in classes)
+
+
+def is_reduction(node: Node) -> bool:
+    """Return True for an extremum, or a sum of one operand."""
+    return node.op == REDUCE or (node.op == CONTRACT and len(node.args) == 1 and bool(node.bound))
+
+
+def rows_reduced(m: ClusterMember) -> int:
+    """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
+    return m.pairs // m.count(m.exit.bound)
