@@ -127,9 +127,8 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
         side = max(math.isqrt(cut.pairs // many), NARROWEST)
         shared = shared if many * side * side <= cut.pairs else ()
         cut = replace(cut, rows=min(cut.rows, side), cols=min(cut.cols, side)) if shared else cut
-    wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more rows, not for all pairs
-    most = spec.rows if math.prod(spec.batch_shape) > 1 else spec.rows // 2
-    rows = even(spec.rows, max(cut.rows, min(cut.rows * wider, most)))
+    wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more rows, but never for all
+    rows = even(spec.rows, max(cut.rows, min(cut.rows * wider, spec.rows // 2)))
     cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
     if spec.tile.whole is not None:
         whole = spec.size[spec.tile.whole]
