@@ -55,7 +55,9 @@ def test_fixture_guards_programs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(MODEL)
     result = run(pytester)
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["*CliffError: an equal form of written is predicted ?.?? times*"])
+    result.stdout.fnmatch_lines(
+        ["*CliffError: an equal form of written is predicted ?.??× as fast*"]
+    )
     result.stdout.no_fnmatch_line("*auditing/guard.py:*")  # the traceback ends in the test
 
 

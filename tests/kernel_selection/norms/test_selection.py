@@ -325,14 +325,14 @@ def with_residual(x, g, w):
 def test_taken_on_a_gpu_where_rows_are_few(rows):
     (found,) = routes(layer_of, *big(rows), device="h200")
     assert found.taken
-    assert "faster" in found.reason
+    assert found.ratio is not None and found.ratio > 1.25
 
 
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     ("f", "rows", "device", "reason"),
     [
-        (layer_of, 4096, "h200", "below 1.25"),
+        (layer_of, 4096, "h200", "slower"),
         (layer_of, 16, "cpu", "CPU"),
         (with_residual, 16, "h200", "another value reads"),
     ],
