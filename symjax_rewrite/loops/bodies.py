@@ -9,10 +9,10 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
-from symjax_rewrite.loops.hoisting import is_heavy
 from symjax_rewrite.loops.loop_reading import LOOPS
-from symjax_rewrite.loops.motion import Motion, moved_seconds
+from symjax_rewrite.loops.motion import Motion, is_hoisted, moved_seconds
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.obstacles import Obstacle
 
@@ -33,7 +33,7 @@ class Bodies:
                     continue
                 replaced = spot.replace(eqn, body.staged())
                 if replaced is not None and _slows_steps(e, replaced, context.device):
-                    reason = "its products run in every step, those as written before the loop"
+                    reason = "it computes in every step what XLA computes once as written"
                     yield Refusal(self.name, Obstacle.COST(reason), e.where())
                 elif replaced is not None:
                     eqn = replaced
@@ -48,16 +48,20 @@ class Bodies:
 
 
 def _slows_steps(e: Equation, replaced: jax_internals.JaxprEqn, device: Device) -> bool:
-    """Return True for a loop that is slower with another body, as XLA moves invariant products."""
+    """Return True for a loop that is slower with another body.
+
+    XLA computes invariants of the loop once, before it, where the body counts them in every step.
+    """
     before = normal_loop(e) if e.name in LOOPS and device.loops.hoists_invariants else None
     if before is None:
         return False
     level = before.levels()
-    still = [e for e in before.body.equations if all(level[v] == 0 for v in e.outvals)]
-    if not any(is_heavy(e.eqn) for e in still):
+    still = [e for e in before.body.equations if is_hoisted(e, level)]
+    before_s = moved_seconds(before, Motion(), device)
+    in_steps = before.steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in still)
+    if not margins.gains_share(in_steps, before_s, "loop", device):
         return False
     after = normal_loop(Equation(replaced, e.invals, e.outvals))
-    if after is None:
-        return False
-    before_s, after_s = (moved_seconds(loop, Motion(), device) for loop in (before, after))
-    return not margins.pays(before_s, after_s, "even", device)
+    if after is None or any(jax_internals.bodies(e.eqn) for e in after.body.equations):
+        return False  # kernels are priced by their own models
+    return not margins.pays(before_s, moved_seconds(after, Motion(), device), "rewrite", device)

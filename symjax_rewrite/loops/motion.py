@@ -163,14 +163,14 @@ def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
     for s in motion.sums:
         total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
     for e in motion.rest(loop):
-        if device.loops.hoists_invariants and _is_hoisted(e, level):
+        if device.loops.hoists_invariants and is_hoisted(e, level):
             total += equation_seconds(e.eqn, device)
         else:
             total += steps * equation_seconds(e.eqn, device, in_step=True)
     return total
 
 
-def _is_hoisted(e: Equation, level: dict[int, int]) -> bool:
+def is_hoisted(e: Equation, level: dict[int, int]) -> bool:
     """Return True for a loop-invariant equation that XLA moves before the loop itself."""
     return not jax_internals.bodies(e.eqn) and all(level[v] == 0 for v in e.outvals)
 

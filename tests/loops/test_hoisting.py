@@ -432,8 +432,29 @@ def test_products_that_xla_moves_before_a_loop_are_not_split_in_its_steps():
     optimised = sym_optimize(batched, device="cpu", on_unsupported="error")
     report = optimised.explain(a, b, h)
     assert not report.rules
-    assert any("run in every step" in r.reason for r in report.routes)
+    assert any("computes in every step" in r.reason for r in report.routes)
     assert_close(batched(a, b, h), optimised(a, b, h))
+
+
+def test_products_with_joined_weights_stay_where_xla_joins_these_once():
+    """An LSTM whose cell joins its weights: apart, the products would run in every step."""
+
+    def lstm(ws, us, xs):
+        def step(carry, x):
+            h, c = carry
+            given = jnp.split(x @ jnp.concatenate(ws, 1), 4, 1)
+            i, f, g, o = map(jnp.add, given, jnp.split(h @ jnp.concatenate(us, 1), 4, 1))
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        start = jnp.zeros((8, 256))
+        return jax.lax.scan(step, (start, start), xs)[1]
+
+    weights = [jax.ShapeDtypeStruct((256, 256), "float32")] * 4
+    xs = jax.ShapeDtypeStruct((64, 8, 256), "float32")
+    report = sym_optimize(lstm, device="cpu").explain(weights, weights, xs)
+    assert not {"block_products", "partial_access"} & {r.name for r in report.rules}
 
 
 @pytest.mark.parametrize("size", [4, 4096])
