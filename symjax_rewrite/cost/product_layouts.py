@@ -15,14 +15,14 @@ class Matrix:
     """An operand of a product in memory.
 
     free, summed: elements along the axes that the result has, and along the others. first: True if
-    the summed axes stand first. turned: True if a transpose, or a summed group of axes for which
-    XLA makes one, stands between the memory and the product.
+    the summed axes stand first. transposed: True if a transpose, or a summed group of axes for
+    which XLA makes one, stands between the memory and the product.
     """
 
     free: int
     summed: int
     first: bool
-    turned: bool
+    transposed: bool
 
     @property
     def elements(self) -> int:
@@ -48,9 +48,9 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
     if left.summed < facts.least_sum:
         return 0.0
     if left.free == 1:
-        slow = right.turned and not right.first and right.summed >= facts.long_sum
+        slow = right.transposed and not right.first and right.summed >= facts.long_sum
         return right.elements * facts.across_s if slow else 0.0
-    if right.free == 1 and not left.turned:
+    if right.free == 1 and not left.transposed:
         return 0.0
     if not left.first:
         return 0.0

@@ -35,8 +35,8 @@ class StoredOperand:
     """An operand as it is stored: its free axes and its summed axes, each group in one piece.
 
     value: its number, before transposes. free, summed: sizes in stored order. first: True if the
-    summed axes stand first. order: numbers of the summed pairs of axes, in stored order. turned:
-    True if transposes stand between.
+    summed axes stand first. order: numbers of the summed pairs of axes, in stored order.
+    transposed: True if transposes stand between.
     """
 
     value: int
@@ -44,13 +44,13 @@ class StoredOperand:
     summed: tuple[int, ...]
     first: bool
     order: tuple[int, ...]
-    turned: bool
+    transposed: bool
 
     @property
     def matrix(self) -> Matrix:
         """Return the operand with each group of axes as one."""
-        turned = self.turned or len(self.free) + len(self.summed) > 2
-        return Matrix(math.prod(self.free), math.prod(self.summed), self.first, turned)
+        transposed = self.transposed or len(self.free) + len(self.summed) > 2
+        return Matrix(math.prod(self.free), math.prod(self.summed), self.first, transposed)
 
     def axes(self) -> tuple[int, ...]:
         """Return the summed axes."""
@@ -63,14 +63,14 @@ class PlacedProduct:
     """A product of two operands as XLA sees it: transposes of operands and result are folded.
 
     target: the value that holds it, over the free axes of the left and of the right operand.
-    turned: True if the target is the transpose of the equation's own result.
+    transposed: True if the target is the transpose of the equation's own result.
     """
 
     equation: Equation
     target: int
     left: StoredOperand
     right: StoredOperand
-    turned: bool
+    transposed: bool
 
     @property
     def has_vector(self) -> bool:
@@ -142,8 +142,8 @@ def _read(
         return None
     target, readers = e.outvals[0], users.get(e.outvals[0], [])
     found = PlacedProduct(e, target, left, right, False)
-    turned = len(readers) == 1 and target not in outputs and _is_turn(readers[0])
-    if turned and not found.has_vector:
+    transposed = len(readers) == 1 and target not in outputs and _is_turn(readers[0])
+    if transposed and not found.has_vector:
         return PlacedProduct(e, readers[0].outvals[0], right, left, True)
     return found
 
@@ -167,7 +167,7 @@ def _side(
         assert isinstance(v, int)
         labels = [labels[turn.index(k)] for k in range(len(turn))]
         found = _grouped(v, program.avals[v].shape, labels, len(axes)) or found
-    return found and replace(found, turned=found.value != written)
+    return found and replace(found, transposed=found.value != written)
 
 
 def _grouped(v: int, shape: tuple[int, ...], labels: list[int], pairs: int) -> StoredOperand | None:
@@ -250,7 +250,7 @@ def _times_vector(program: Program, p: PlacedProduct) -> Callable[..., Any]:
 
 def _swapped(p: PlacedProduct) -> Callable[..., Any]:
     """Return (Bᵀ Aᵀ)ᵀ; the barrier prevents XLA from folding the transposition into the product."""
-    dot, count = _dot(p, not p.turned), len(p.right.free)
+    dot, count = _dot(p, not p.transposed), len(p.right.free)
 
     def run(left: Any, right: Any) -> Any:
         made = lax.optimization_barrier(dot(right, left, (p.right.axes(), p.left.axes())))

@@ -140,7 +140,7 @@ class _Attention:
 
     def _finds_results(self) -> bool:
         """Find the class of the result, and make one of the log-sum-exp."""
-        if not self._learn(self.first, turned=False):
+        if not self._learn(self.first, by_keys=False):
             return False
         result, served = monomial(weighted=1, total=-1), sorted(self.first.served)
         outs = [c for c in sorted(self.first.classes()) if self._is(c, result)]
@@ -178,20 +178,20 @@ class _Attention:
         kinds = [kind for kind, _ in self.made.values()]
         return len(kinds) == len({*kinds}) > 0 and self.upstream is not None
 
-    def _learn(self, route: FoldRoute, turned: bool) -> bool:
+    def _learn(self, route: FoldRoute, by_keys: bool) -> bool:
         """Read the results of a fold; return False if one of them has no meaning here.
 
-        turned: the fold's rows are keys.
+        by_keys: the fold's rows are keys.
         """
         before = self.upstream
-        tiles = self._tiles(route, turned)
+        tiles = self._tiles(route, by_keys)
         if tiles is None:
             self.upstream = before
             return False
         known: dict[int, tuple[Symbol, Names]] = {}
         made: dict[int, tuple[int, Names]] = {}
         for served in route.served.values():
-            self._learn_sum(route, served, tiles, turned, known, made)
+            self._learn_sum(route, served, tiles, by_keys, known, made)
         self._know(route, known)
         if route is self.first:
             return True
@@ -213,33 +213,33 @@ class _Attention:
         route: FoldRoute,
         served: Served,
         tiles: list[Symbol],
-        turned: bool,
+        by_keys: bool,
         known: dict[int, tuple[Symbol, Names]],
         made: dict[int, tuple[int, Names]],
     ) -> None:
         """Find the meaning of one reduction: a sum of a row, or a derivative."""
-        names = self._names(route.spec, served, turned)
+        names = self._names(route.spec, served, by_keys)
         if len(served.form) != 1 or names is None:
             return
-        (piece,), ((number, k), *_) = served.form, served.places[0]
+        (addend,), ((number, k), *_) = served.form, served.places[0]
         output = route.spec.outputs[number]
         if isinstance(output, ExpSums) and tiles[output.tile] == self._scores:
             if k == 0:
-                known[served.exit.cls] = (MAXIMUM if piece.kind == "max" else None), names
+                known[served.reduction.cls] = (MAXIMUM if addend.kind == "max" else None), names
                 return
-            known[served.exit.cls] = self._row_sum(route, output.terms[k - 1], tiles), names
+            known[served.reduction.cls] = self._row_sum(route, output.terms[k - 1], tiles), names
             return
         if not isinstance(output, Sums):
             return
         term, tile = output.terms[k], tiles[output.tile]
-        if term.factor is not None or piece.factors or piece.exponent or piece.after:
+        if term.factor is not None or addend.factors or addend.exponent or addend.after:
             return
         if term.weights is None:
-            known[served.exit.cls] = (None if turned else _summed(tile)), names
+            known[served.reduction.cls] = (None if by_keys else _summed(tile)), names
             return
-        found = self._derivative(route, term, tile, turned)
+        found = self._derivative(route, term, tile, by_keys)
         if found is not None:
-            self._learn_derivatives(route, served, piece.coefficient, found, turned, made)
+            self._learn_derivatives(route, served, addend.coefficient, found, by_keys, made)
 
     @property
     def _scores(self) -> Scores:
@@ -258,88 +258,88 @@ class _Attention:
 
     def _with_row_algebra(self, served: Served, symbol: Symbol) -> Symbol:
         """Return a sum's symbol times the row algebra around the sum."""
-        (piece,) = served.form
-        if piece.kind != "exp" or not isinstance(symbol, Weights):
+        (addend,) = served.form
+        if addend.kind != "exp" or not isinstance(symbol, Weights):
             return symbol
         shift: Symbol = MAXIMUM
-        for ref, c in piece.exponent:
+        for ref, c in addend.exponent:
             more = multiplied(self.rows.of(ref.cls)[0], float(c))
             shift = None if more is None else self.rows.rules["add"](shift, more)
         made = self.rows.rules["exp"](shift)
-        for ref, p in piece.factors:
+        for ref, p in addend.factors:
             factor = power(self.rows.of(ref.cls)[0], int(p)) if p.denominator == 1 else None
             made = None if made is None or factor is None else times(made, factor)
-        return None if made is None else times(times(symbol, made), monomial(piece.coefficient))
+        return None if made is None else times(times(symbol, made), monomial(addend.coefficient))
 
-    def _tiles(self, route: FoldRoute, turned: bool) -> list[Symbol] | None:
+    def _tiles(self, route: FoldRoute, by_keys: bool) -> list[Symbol] | None:
         """Return the symbols of a fold's tiles, None where it reads other pairs."""
         spec = route.spec
         if not spec.contractions or spec.tile.whole is not None or spec.named:
             return None
-        dots = [self._dot(route, c, turned) for c in spec.contractions]
-        values = [self._value_symbol(route, n, turned) for n in spec.tile.reads]
+        dots = [self._dot(route, c, by_keys) for c in spec.contractions]
+        values = [self._value_symbol(route, n, by_keys) for n in spec.tile.reads]
         if any(d is None for d in dots) or any(v is None for v in values):
             return None
         one, index = (jax.ShapeDtypeStruct((1, 1), d) for d in (jnp.float32, jnp.int32))
         read = [jax.ShapeDtypeStruct((1, 1), spec.operands[n].dtype) for n in spec.tile.reads]
         closed = jax.make_jaxpr(spec.tile.fun)((one,) * len(dots), tuple(read), index, index)
         places = [Number(1, 0, 0), Number(0, 1, 0)]
-        given = [*dots, *values, *(reversed(places) if turned else places)]
+        given = [*dots, *values, *(reversed(places) if by_keys else places)]
         return interpreted(closed, given, self.rows.rules)
 
-    def _dot(self, route: FoldRoute, c: Contraction, turned: bool) -> Symbol:
+    def _dot(self, route: FoldRoute, c: Contraction, by_keys: bool) -> Symbol:
         """Return the symbol of the scores, or of the products with the derivative by the result."""
-        pair = [self._canonical(route.spec, route.inputs[n], turned) for n in (c.row, c.col)]
-        row, col = reversed(pair) if turned else pair
+        pair = [self._canonical(route.spec, route.inputs[n], by_keys) for n in (c.row, c.col)]
+        row, col = reversed(pair) if by_keys else pair
         if c.dtype != "float32" or len(c.over) != 1:
             return None
         if (row, col) == (self._input(0), self._input(1)):
             return Scores(1.0)
-        number = c.col if turned else c.row
+        number = c.col if by_keys else c.row
         half = route.spec.operands[number].dtype == self.spec.operands[2].dtype
         if col != self._input(2) or not half or row is None or self.upstream not in (None, row):
             return None
         self.upstream = row
         return monomial(upstream=1)
 
-    def _value_symbol(self, route: FoldRoute, number: int, turned: bool) -> Symbol:
+    def _value_symbol(self, route: FoldRoute, number: int, by_keys: bool) -> Symbol:
         cls, axes = route.inputs[number]
         symbol, names = self.rows.of(cls)
-        axes = tuple(SWAPPED.get(a, a) for a in axes) if turned else axes
+        axes = tuple(SWAPPED.get(a, a) for a in axes) if by_keys else axes
         return symbol if axes == names else None
 
     def _input(self, number: int) -> Input | None:
         return self._canonical(self.first.spec, self.inputs[number], False)
 
-    def _canonical(self, spec: FoldSpec, read: Input, turned: bool) -> Input | None:
+    def _canonical(self, spec: FoldSpec, read: Input, by_keys: bool) -> Input | None:
         """Return an operand with its feature axis under one name, rows being queries."""
         cls, axes = read
-        named = tuple(self._axis(spec, a, turned) for a in axes)
+        named = tuple(self._axis(spec, a, by_keys) for a in axes)
         return (cls, named) if named.count(FEATURE) == 1 else None
 
-    def _axis(self, spec: FoldSpec, axis: Any, turned: bool) -> Any:
+    def _axis(self, spec: FoldSpec, axis: Any, by_keys: bool) -> Any:
         if axis in SWAPPED:
-            return SWAPPED[axis] if turned else axis
+            return SWAPPED[axis] if by_keys else axis
         return axis if axis in spec.batch or not isinstance(axis, str) else FEATURE
 
-    def _names(self, spec: FoldSpec, served: Served, turned: bool) -> Names | None:
+    def _names(self, spec: FoldSpec, served: Served, by_keys: bool) -> Names | None:
         """Return the axis of each slot of a reduction's class."""
-        slots = range(len(self.t.graph.classes[served.exit.cls].sizes))
+        slots = range(len(self.t.graph.classes[served.reduction.cls].sizes))
         if not all(s in served.names for s in slots):
             return None
-        return tuple(self._axis(spec, served.names[s], turned) for s in slots)
+        return tuple(self._axis(spec, served.names[s], by_keys) for s in slots)
 
     def _derivative(
-        self, route: FoldRoute, term: WeightedTerm, tile: Symbol, turned: bool
+        self, route: FoldRoute, term: WeightedTerm, tile: Symbol, by_keys: bool
     ) -> tuple[int, float] | None:
         """Return the number of dq, dk or dv that a sum is, and the sum's factor that is missing."""
         assert term.weights is not None
-        weights = self._canonical(route.spec, route.inputs[term.weights], turned)
+        weights = self._canonical(route.spec, route.inputs[term.weights], by_keys)
         if not isinstance(tile, Weights) or weights is None or not tile.terms:
             return None
-        if turned and weights == self.upstream:
+        if by_keys and weights == self.upstream:
             return (2, 1.0) if probability().is_close(tile) else None
-        number = 1 if turned else 0
+        number = 1 if by_keys else 0
         if weights != self._input(1 - number):
             return None
         scale = next((c for p, c in tile.terms if p.upstream), 0.0)
@@ -352,14 +352,14 @@ class _Attention:
         served: Served,
         coefficient: float,
         found: tuple[int, float],
-        turned: bool,
+        by_keys: bool,
         made: dict[int, tuple[int, Names]],
     ) -> None:
         """Note the classes that hold a derivative: the sum, or a cast of it."""
         kind, missing = found
-        names = self._names(route.spec, served, turned)
+        names = self._names(route.spec, served, by_keys)
         assert names is not None
-        sums = {served.exit.cls: (monomial(coefficient), names)}
+        sums = {served.reduction.cls: (monomial(coefficient), names)}
         rows = RowSymbols(self.t, self.rows.rules, sums)
         wanted = {*self.spec.operands[kind].axes} - {*self.spec.features(kind)} | {FEATURE}
         for cls in route.gives():
@@ -369,12 +369,12 @@ class _Attention:
 
     def routes(self, rest: Sequence[FoldRoute]) -> list[FoldRoute] | None:
         """Return the two routes, or None where something else reads the maxima or sums."""
-        exits = {self.out[0], *self.made}
+        results = {self.out[0], *self.made}
         inside = {c for r in rest for c in r.classes()} | {*self.first.served}
-        inside -= exits
+        inside -= results
         users = self.need.users
-        reached = cone(inside, lambda c: () if c in exits else users.get(c, ()))
-        if (reached - exits) & self.need.outside:
+        reached = cone(inside, lambda c: () if c in results else users.get(c, ()))
+        if (reached - results) & self.need.outside:
             return None
         return [self._forward(), self._backward(rest)]
 

@@ -31,7 +31,7 @@ from symjax_rewrite.kernel_selection.folds.epilogue import (
     row_scale,
 )
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import At
-from symjax_rewrite.kernel_selection.folds.reductions import Piece
+from symjax_rewrite.kernel_selection.folds.reductions import Addend
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
@@ -92,7 +92,7 @@ class FoldRoute:
     def gives(self) -> set[int]:
         if self.rows is None:
             return set(self.served)
-        return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
+        return {v if isinstance(v, int) else v[0] for v in self.rows.returned}
 
     def needs(self, cls: int) -> list[int]:
         """Return the classes that a class needs: the operands and its row algebra's inputs."""
@@ -101,8 +101,8 @@ class FoldRoute:
     def beside(self, cls: int) -> list[int]:
         """Return the classes of the row algebra that computes a class from the fold's results."""
         needed = []
-        for piece in self.served[cls].form if cls in self.served else ():
-            rows = piece.rows() if self.rows is None else [piece.after]
+        for addend in self.served[cls].form if cls in self.served else ():
+            rows = addend.rows() if self.rows is None else [addend.after]
             needed += [r.cls for r in rows if r is not None]
         return needed
 
@@ -145,44 +145,44 @@ class FoldRoute:
     def _value(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         """Return the value of a class in the fold's dtype, and its slots."""
         results = emitter.folded(self)
-        if self.rows is not None and cls in self.rows.exits:
-            number = self.rows.exits.index(cls)
+        if self.rows is not None and cls in self.rows.returned:
+            number = self.rows.returned.index(cls)
             slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
             data, axes = _without_single(results[number], self.rows.axes[number], slot)
             return data, tuple(slot[a] for a in axes)
         served = self.served[cls]
-        if served.exit.kind == "keyed":  # no row axis; the keyed axes come last
+        if served.reduction.kind == "keyed":  # no row axis; the keyed axes come last
             (((output, k), *_),) = served.places
             index = {name: i for i, name in served.names.items()}
             kept: Any = self.spec.outputs[output]
-            return results[output][k], (*[index[a] for a in kept.kept], *served.exit.along)
-        values = (self._piece(emitter, served, k, results) for k in range(len(served.form)))
+            return results[output][k], (*[index[a] for a in kept.kept], *served.reduction.along)
+        values = (self._addend(emitter, served, k, results) for k in range(len(served.form)))
         axes = served.lead
-        for piece, (_, _, features) in zip(served.form, served.places, strict=True):
-            if piece.kind != "count":
-                axes = (*served.lead, *(() if piece.after else features))
+        for addend, (_, _, features) in zip(served.form, served.places, strict=True):
+            if addend.kind != "count":
+                axes = (*served.lead, *(() if addend.after else features))
         return _finished(emitter.t, served, reduce(operator.add, values), axes)
 
-    def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
+    def _addend(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
         """Return one term of a reduction over the leading axes and its features."""
-        piece, (place, shift, features) = served.form[k], served.places[k]
+        addend, (place, shift, features) = served.form[k], served.places[k]
         axes = (*served.lead, *features)
         if self.rows is not None:
-            number = self.rows.exits.index((served.exit.cls, k))
+            number = self.rows.returned.index((served.reduction.cls, k))
             data, top = results[number], None
             stored = self.rows.axes[number]
             data = jax.lax.transpose(data, [stored.index(a) for a in axes])
-        elif piece.kind == "count":
-            dtype = emitter.t.graph.classes[served.exit.cls].dtype
+        elif addend.kind == "count":
+            dtype = emitter.t.graph.classes[served.reduction.cls].dtype
             sizes = [self.spec.size[a] for a in served.lead]
             data, top = jnp.ones(sizes, np.promote_types(dtype, np.float32)), None
         else:
             data = results[place[0]][place[1]]
             top = None if shift is None else results[shift[0]][shift[1]]
-        if abs(piece.coefficient) < 1 and self.rows is None:
-            data = _times(data, piece.coefficient)  # the product may leave the range
-        if piece.after is not None:
-            rows = self._read_over(emitter, piece.after, axes, data.shape)
+        if abs(addend.coefficient) < 1 and self.rows is None:
+            data = _times(data, addend.coefficient)  # the product may leave the range
+        if addend.after is not None:
+            rows = self._read_over(emitter, addend.after, axes, data.shape)
             data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
             features = ()
         if self.rows is not None:
@@ -190,13 +190,13 @@ class FoldRoute:
         lead = data.shape[: len(served.lead)]
         scale = row_scale(
             top,
-            [(self._read_over(emitter, r, served.lead, lead), c) for r, c in piece.exponent],
-            [(self._read_over(emitter, r, served.lead, lead), p) for r, p in piece.factors],
+            [(self._read_over(emitter, r, served.lead, lead), c) for r, c in addend.exponent],
+            [(self._read_over(emitter, r, served.lead, lead), p) for r, p in addend.factors],
             data.dtype,
         )
         if scale is not None:
             data = data * jnp.reshape(scale, (*scale.shape, *(1,) * len(features)))
-        return data if abs(piece.coefficient) < 1 else _times(data, piece.coefficient)
+        return data if abs(addend.coefficient) < 1 else _times(data, addend.coefficient)
 
     def _read_over(self, emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
         by_axis = dict(zip(axes, sizes, strict=True))
@@ -211,22 +211,22 @@ def _finished(
     t: TermGraph, served: Served, data: Any, axes: tuple[str, ...]
 ) -> tuple[Any, tuple[int, ...]]:
     """Return the value over the reduction's own indices; other reduced axes are summed last."""
-    dtype = np.dtype(t.graph.classes[served.exit.cls].dtype)
+    dtype = np.dtype(t.graph.classes[served.reduction.cls].dtype)
     index = {name: i for i, name in served.names.items()}
-    gone = tuple(k for k, a in enumerate(axes) if index.get(a) in served.exit.bound)
+    gone = tuple(k for k, a in enumerate(axes) if index.get(a) in served.reduction.bound)
     if gone:
-        data = jax_internals.reduce_monoid(_REDUCE[served.exit.kind], data, gone)
+        data = jax_internals.reduce_monoid(_REDUCE[served.reduction.kind], data, gone)
         axes = tuple(a for k, a in enumerate(axes) if k not in gone)
     data, axes = _without_single(data, axes, index)
     slots = [index[a] for a in axes]
-    part = served.exit.part
+    part = served.reduction.part
     if part is not None:
-        if not served.exit.output:
+        if not served.reduction.output:
             data = unranked(data, dtype)
         data = data[..., part.start :: part.stride]
         slots += [] if part.axis is None else [part.axis]
         data = data[..., 0] if part.axis is None else data
-    if served.exit.kind == "top_k":
+    if served.reduction.kind == "top_k":
         slots.append(next(i for i in range(len(slots) + 1) if i not in slots))
     return data, tuple(slots)
 
@@ -256,25 +256,25 @@ def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...], dtype: str) -> A
     return data if len(axes) == len(order) else data[..., None]  # append the axis of the single row
 
 
-def name_piece(piece: Piece, names: dict[Any, Any]) -> Piece:
+def name_addend(addend: Addend, names: dict[Any, Any]) -> Addend:
     """Return a term with its axes renamed; features are named after the weights."""
     full = dict(names)
-    if piece.weights is not None:
-        for slot, i in enumerate(piece.weights.axes):
-            full.setdefault(i, feature(piece.weights.cls, slot))
+    if addend.weights is not None:
+        for slot, i in enumerate(addend.weights.axes):
+            full.setdefault(i, feature(addend.weights.cls, slot))
 
     def pairs(items: tuple) -> tuple:
         return tuple((r.over(full), x) for r, x in items)
 
     return replace(
-        piece,
-        tile=piece.tile and piece.tile.over(full),
-        product=pairs(piece.product),
-        weights=piece.weights and piece.weights.over(full),
-        after=piece.after and piece.after.over(full),
-        factors=pairs(piece.factors),
-        exponent=pairs(piece.exponent),
-        keys=tuple(r.over(full) for r in piece.keys),
+        addend,
+        tile=addend.tile and addend.tile.over(full),
+        product=pairs(addend.product),
+        weights=addend.weights and addend.weights.over(full),
+        after=addend.after and addend.after.over(full),
+        factors=pairs(addend.factors),
+        exponent=pairs(addend.exponent),
+        keys=tuple(r.over(full) for r in addend.keys),
     )
 
 
@@ -295,56 +295,56 @@ class FoldBuilder:
     found: dict[int, list[tuple[Output | None, int, Names]]] = field(default_factory=dict)
 
     def add(self, served: Served) -> None:
-        self.served[served.exit.cls] = served
-        self.found[served.exit.cls] = [self._piece(served, piece) for piece in served.form]
+        self.served[served.reduction.cls] = served
+        self.found[served.reduction.cls] = [self._addend(served, addend) for addend in served.form]
 
     def reads(self) -> set[int]:
         """Return the classes read by the tiles and the row algebra of the reductions."""
-        rows = {r.cls for s in self.served.values() for piece in s.form for r in piece.rows()}
+        rows = {r.cls for s in self.served.values() for addend in s.form for r in addend.rows()}
         return rows | {c for c, _ in self.tiles.inputs}
 
     def _root(self, step: int) -> int:
         return place_in(self.roots, step)
 
-    def _piece(self, served: Served, piece: Piece) -> tuple[Output | None, int, Names]:
+    def _addend(self, served: Served, addend: Addend) -> tuple[Output | None, int, Names]:
         """Return a term's output, the number of its result there, and its feature axes."""
-        if piece.kind == "count":
+        if addend.kind == "count":
             return None, 0, ()
-        if piece.kind not in ("exp", "sum"):
-            make = self._keyed if piece.kind == "keyed" else self._chosen
-            output = make(served, piece)
+        if addend.kind not in ("exp", "sum"):
+            make = self._keyed if addend.kind == "keyed" else self._chosen
+            output = make(served, addend)
             self.outputs.setdefault(output, [])
-            return output, int(isinstance(output, ArgExtremum) or served.exit.output), ()
-        factor = self.tiles.product(piece.product) if piece.product else None
-        if piece.tile is not None:
-            output = ExpSums((), self._root(self.tiles.build(piece.tile)))
+            return output, int(isinstance(output, ArgExtremum) or served.reduction.output), ()
+        factor = self.tiles.product(addend.product) if addend.product else None
+        if addend.tile is not None:
+            output = ExpSums((), self._root(self.tiles.build(addend.tile)))
             factor = None if factor is None else self._root(factor)
         else:
             assert factor is not None
             kind = ColumnSums if served.lead[-1] == COLUMN else Sums
             output, factor = kind((), self._root(factor)), None
-        term, features = self._term(served, piece, factor)
+        term, features = self._term(served, addend, factor)
         number = place_in(self.outputs.setdefault(output, []), term)
         return output, number + isinstance(output, ExpSums), features
 
-    def _chosen(self, served: Served, piece: Piece) -> Output:
+    def _chosen(self, served: Served, addend: Addend) -> Output:
         """Return the output of an extremum or of a selection, whose rounded values may tie."""
-        assert piece.tile is not None
-        step, kind = self.tiles.build(piece.tile), piece.kind
+        assert addend.tile is not None
+        step, kind = self.tiles.build(addend.tile), addend.kind
         if kind in ("max", "min", "any", "all"):
             return Extremum(kind, self._root(step))
-        step = self.tiles.cast(step, self.t.graph.classes[piece.tile.cls].dtype)
+        step = self.tiles.cast(step, self.t.graph.classes[addend.tile.cls].dtype)
         if kind in ("argmax", "argmin"):
             return ArgExtremum(kind == "argmax", self._root(step))
         step = self.tiles.ranked(step) if kind == "sorted" else step
-        return TopK(served.exit.places, self._root(step))
+        return TopK(served.reduction.places, self._root(step))
 
-    def _keyed(self, served: Served, piece: Piece) -> Output:
-        found, batch = served.exit, self.lead[:-1]
-        keys = [self.tiles.key_of(key) for key in piece.keys]
-        root = self._root(self.tiles.product(piece.product))
+    def _keyed(self, served: Served, addend: Addend) -> Output:
+        found, batch = served.reduction, self.lead[:-1]
+        keys = [self.tiles.key_of(key) for key in addend.keys]
+        root = self._root(self.tiles.product(addend.product))
         own = {name for i, name in served.names.items() if i not in found.bound}
-        depends = {a for key in piece.keys for a in key.axes}
+        depends = {a for key in addend.keys for a in key.axes}
         return KeyedSums(
             tuple(map(self._root, keys)),
             tuple([found.sizes[i] for i in found.along]),
@@ -354,15 +354,17 @@ class FoldBuilder:
             root,
         )
 
-    def _term(self, served: Served, piece: Piece, factor: int | None) -> tuple[WeightedTerm, Names]:
-        if piece.weights is None:
+    def _term(
+        self, served: Served, addend: Addend, factor: int | None
+    ) -> tuple[WeightedTerm, Names]:
+        if addend.weights is None:
             return WeightedTerm(None, factor), ()
         g = self.t.graph
-        number = self.tiles.operand(unwidened(g, piece.weights))
-        features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
-        attr = None if piece.after else node_of(g, served.exit.cls).attr
-        dtype = g.classes[piece.weights.cls].dtype
-        alike = all(g.classes[a.cls].dtype == dtype for a in served.exit.args)
+        number = self.tiles.operand(unwidened(g, addend.weights))
+        features = tuple(str(a) for a in addend.weights.axes if a not in (*self.lead, COLUMN))
+        attr = None if addend.after else node_of(g, served.reduction.cls).attr
+        dtype = g.classes[addend.weights.cls].dtype
+        alike = all(g.classes[a.cls].dtype == dtype for a in served.reduction.args)
         # a product of f32 and half precision rounds neither operand
         rounding = dtype if is_half(dtype) and alike else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features

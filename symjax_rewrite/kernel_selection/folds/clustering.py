@@ -28,11 +28,11 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     reads_twice,
 )
 from symjax_rewrite.kernel_selection.folds.reductions import (
-    Exit,
     Form,
-    exit_of,
+    Reduction,
     forms,
     reads,
+    reduction_of,
     split_sum,
 )
 from symjax_rewrite.kernel_selection.folds.vanishing_gradients import vanishing, without
@@ -50,7 +50,7 @@ class ClusterMember:
     space: the indices of the tile. form: its chosen form. level: number of folds that precede it.
     """
 
-    exit: Exit
+    reduction: Reduction
     pair: Pair
     tile: PairwiseTile
     space: tuple[int, ...]
@@ -63,15 +63,15 @@ class ClusterMember:
 
     def count(self, indices: Iterable[int]) -> int:
         """Return the number of points over some indices."""
-        return prod(self.pair.t.number(self.exit.sizes[i]) for i in indices)
+        return prod(self.pair.t.number(self.reduction.sizes[i]) for i in indices)
 
     def explored(self) -> PairwiseTile | None:
         """Return the tile of the current pair, or None if it is too large."""
-        return explore(self.pair, filter(self.pair.holds, self.exit.args), self.exit.keys)
+        return explore(self.pair, filter(self.pair.holds, self.reduction.args), self.reduction.keys)
 
     def makes_work(self) -> bool:
         """Return True if the tile is more than sums of products, which algebraic rules handle."""
-        return self.exit.kind not in ("sum", "at") or self.tile.nonlinear
+        return self.reduction.kind not in ("sum", "at") or self.tile.nonlinear
 
 
 @dataclass(slots=True)
@@ -99,12 +99,12 @@ class Cluster:
     def where(self) -> str:
         """Return the user's line of its first reduction."""
         first = self.members[0]
-        return first.pair.t.where(first.exit.cls)
+        return first.pair.t.where(first.reduction.cls)
 
     def extent(self) -> Dim:
         """Return the number of pairs, as an expression in named sizes."""
         widest = max(self.members, key=lambda m: m.pairs)
-        return product(widest.exit.sizes[i] for i in widest.space)
+        return product(widest.reduction.sizes[i] for i in widest.space)
 
     def classes(self) -> tuple[set[int], set[int]]:
         """Return the pairwise classes that tiles compute, and the classes that they read."""
@@ -154,7 +154,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
         candidate = _candidate(t, cls, scope, gone, made)
         if candidate is not None:
             made[cls] = candidate
-    passed = {x for c in made.values() for x in c.exit.through}
+    passed = {x for c in made.values() for x in c.reduction.through}
     found = [c for cls, c in made.items() if cls not in passed]
     heavy = {k: c for k, c in enumerate(found) if c.tile.heavy()}
     group_of = _connected((k, ("class", r.cls)) for k, c in heavy.items() for r in c.tile.heavy())
@@ -170,7 +170,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     random = cone(draws, lambda cls: need.users.get(cls, ()))
     for cluster in out:
         cluster.ids = _shared_indices(cluster)
-        _turn(cluster)
+        _align(cluster)
         cluster.reason = _refused(t, need, cluster, random)
     return out
 
@@ -190,7 +190,7 @@ def _candidate(
 ) -> ClusterMember | None:
     if kind_of(t.graph, cls) not in "fiub":
         return None
-    found = exit_of(t, cls)
+    found = reduction_of(t, cls)
     if found is None or not all(map(t.is_positive, found.sizes.values())):
         return None
     if not any(a.axes and node_of(t.graph, a.cls).op in _OPENED for a in found.args):
@@ -228,7 +228,7 @@ def _along_storage(m: ClusterMember, least: int) -> ClusterMember:
     The exchange is free where both indices are reduced. Stored pairs are read along their rows.
     """
     row, column = m.pair.row, m.pair.column
-    if row not in m.exit.bound or m.exit.kind == "keyed":
+    if row not in m.reduction.bound or m.reduction.kind == "keyed":
         return m
     along = across = 0
     for r in m.tile.whole:
@@ -239,12 +239,12 @@ def _along_storage(m: ClusterMember, least: int) -> ClusterMember:
             across += size
     if across <= along:
         return m
-    turned = _paired(m.exit, replace(m.pair, row=column, column=row), least)
-    return turned if turned is not None and turned.makes_work() else m
+    exchanged = _paired(m.reduction, replace(m.pair, row=column, column=row), least)
+    return exchanged if exchanged is not None and exchanged.makes_work() else m
 
 
 def _single(
-    t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: Container[int]
+    t: TermGraph, found: Reduction, least: int, gone: frozenset[int], made: Container[int]
 ) -> ClusterMember | None:
     """Return a member for a reduction over scores of one row, such as one decoder query."""
     if len(found.bound) != 1 or found.kind == "at":  # one index is read where it is made
@@ -263,7 +263,7 @@ def _single(
     return paired if widest >= least else None
 
 
-def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
+def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
     t = pair.t
     held = [a for a in found.args if pair.holds(a)]
     if not held or not all(map(pair.holds, found.keys)):
@@ -299,7 +299,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     return made
 
 
-def _meets(found: Exit, pair: Pair, tile: PairwiseTile, space: tuple[int, ...]) -> bool:
+def _meets(found: Reduction, pair: Pair, tile: PairwiseTile, space: tuple[int, ...]) -> bool:
     """Return True if rows and columns meet in the tile, in more than a small product.
 
     A product that is smaller than the tile and no larger than what it reads is not computed again:
@@ -323,22 +323,22 @@ def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
     return {x: number.setdefault(r, len(number)) for x, r in roots.items() if x[0] != "index"}
 
 
-def _turn(cluster: Cluster) -> None:
+def _align(cluster: Cluster) -> None:
     """Align sums by key, which have no rows, with the direction of another reduction.
 
     Without another reduction, keys are read in their stored order.
     """
-    others = {direction(cluster, c)[:2] for c in cluster.members if c.exit.kind != "keyed"}
+    others = {direction(cluster, c)[:2] for c in cluster.members if c.reduction.kind != "keyed"}
     for c in cluster.members:
-        if c.exit.kind != "keyed":
+        if c.reduction.kind != "keyed":
             continue
         row, column, *_ = direction(cluster, c)
-        as_it_is, turned = (row, column) in others, (column, row) in others
-        if as_it_is == turned:
-            axes = c.exit.keys[0].axes
+        as_it_is, exchanged = (row, column) in others, (column, row) in others
+        if as_it_is == exchanged:
+            axes = c.reduction.keys[0].axes
             order = [i for i in axes if i in (c.pair.row, c.pair.column)]
-            turned = order == [c.pair.column, c.pair.row]
-        if turned:
+            exchanged = order == [c.pair.column, c.pair.row]
+        if exchanged:
             c.pair = replace(c.pair, row=c.pair.column, column=c.pair.row, single=None)
             tile, nonlinear = c.explored(), c.tile.nonlinear
             assert tile is not None  # the size does not depend on the direction
@@ -354,7 +354,7 @@ def frame(cluster: Cluster, c: ClusterMember) -> dict[int, Any]:
                 out[i] = cluster.ids[ref.cls, slot]
     if len(set(out.values())) != len(out):  # read in both directions, so its names are not shared
         out = {}
-    return {i: out.get(i, (c.exit.cls, i)) for i in c.space}
+    return {i: out.get(i, (c.reduction.cls, i)) for i in c.space}
 
 
 def _name(t: TermGraph, cls: int) -> str:
@@ -371,26 +371,26 @@ def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> 
     random: classes that depend on random numbers.
     """
     inner = {r.cls for c in cluster.members for r in c.tile.heavy()}
-    exits = {c.exit.cls for c in cluster.members}
-    passed = {x for c in cluster.members for x in c.exit.through}
+    reduced = {c.reduction.cls for c in cluster.members}
+    passed = {x for c in cluster.members for x in c.reduction.through}
     for cls in sorted(inner):
         if cls in need.outside:
             return Obstacle.READER("the pairwise term is itself a result")
-        others = [u for u in need.users.get(cls, ()) if u not in inner | exits | passed]
+        others = [u for u in need.users.get(cls, ()) if u not in inner | reduced | passed]
         if others:
             return Obstacle.READER(f"the pairwise term is also used by {_name(t, others[0])}")
-    weights = {a.cls for c in cluster.members for a in c.exit.args if not c.pair.holds(a)}
+    weights = {a.cls for c in cluster.members for a in c.reduction.args if not c.pair.holds(a)}
     if stored := inner & weights:
         kept = _name(t, min(stored))
         return Obstacle.READER(f"the pairwise term of {kept} is also read as a whole operand")
     for cls in passed:
-        if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
+        if cls in need.outside or any(u not in reduced | passed for u in need.users.get(cls, ())):
             return Obstacle.READER(
                 f"another result of {_name(t, cls)} over the pairwise term is used"
             )
     if any(ref.cls in random for c in cluster.members for ref in c.tile.whole):
         return Obstacle.RANDOM("the pairwise term depends on random numbers")
-    return _compared(t, cluster, cone(exits, lambda cls: need.users.get(cls, ())))
+    return _compared(t, cluster, cone(reduced, lambda cls: need.users.get(cls, ())))
 
 
 def _compared(t: TermGraph, cluster: Cluster, after: set[int]) -> str:
@@ -412,7 +412,7 @@ def _compared(t: TermGraph, cluster: Cluster, after: set[int]) -> str:
             continue
         c.pair = replace(c.pair, inside=inside)
         tile = c.explored()
-        if tile is None or len(tile.along) != 1 or c.exit.kind == "at":
+        if tile is None or len(tile.along) != 1 or c.reduction.kind == "at":
             return reason
         if any(r.cls in after and r.cls in inside for r in tile.operands):
             return reason
@@ -426,20 +426,20 @@ def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] |
 
     These are the reductions that discontinuous terms compare with, and those that count the terms.
     """
-    exits = {c.exit.cls: c for c in cluster.members}
+    reduced = {c.reduction.cls: c for c in cluster.members}
     pairwise, operands = cluster.classes()
     counts = {
         cls
-        for cls, c in exits.items()
-        if c.tile.compared & jumps and all(is_test_like(t.graph, a.cls) for a in c.exit.args)
+        for cls, c in reduced.items()
+        if c.tile.compared & jumps and all(is_test_like(t.graph, a.cls) for a in c.reduction.args)
     }
     limits = {a.cls for x in jumps for a in node_of(t.graph, x).args} - pairwise
     rows = operands - pairwise
-    compared = [_between(t, cls, exits.keys() | pairwise) for cls in limits]
+    compared = [_between(t, cls, reduced.keys() | pairwise) for cls in limits]
     if not all(compared):
         return None
     found = set().union(*compared, *(_between(t, cls, counts) for cls in rows)) - pairwise
-    for e in (exits[cls].exit for cls in found & exits.keys()):
+    for e in (reduced[cls].reduction for cls in found & reduced.keys()):
         if len(e.bound) != 1 or (e.kind not in _EXACT and e.cls not in counts):
             return None
     return frozenset(found)
@@ -471,14 +471,14 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
     for cluster in taken:
         alike: dict[tuple, list[ClusterMember]] = {}
         for m in cluster.members:
-            if m.exit.kind != "at":
+            if m.reduction.kind != "at":
                 alike.setdefault(direction(cluster, m), []).append(m)
         for group in alike.values():
             for level, later in pairwise(sorted({m.level for m in group})):
-                early = {m.exit.cls: later for m in group if m.level == level}
+                early = {m.reduction.cls: later for m in group if m.level == level}
                 before = {m: m.level for c in taken for m in c.members}
                 depth = _levels(t, need, taken, {**least, **early})
-                if all(m.level == old for m, old in before.items() if m.exit.cls not in early):
+                if all(m.level == old for m, old in before.items() if m.reduction.cls not in early):
                     least |= early
                 else:
                     depth = _levels(t, need, taken, least)
@@ -497,7 +497,7 @@ def _levels(
     t: TermGraph, need: Needed, taken: list[Cluster], least: dict[int, int]
 ) -> dict[int, int]:
     """Return the earliest level of every candidate, none before the `least` of its class."""
-    members = {m.exit.cls: m for cluster in taken for m in cluster.members}
+    members = {m.reduction.cls: m for cluster in taken for m in cluster.members}
     depth: dict[int, int] = {}
 
     def depth_of(cls: int) -> int:
@@ -511,11 +511,11 @@ def _levels(
             depth[cls] = max((depth[a.cls] for a in node_of(t.graph, cls).args), default=0)
             continue
         choices: list[tuple[int, int, Form]] = []
-        for form in forms(m.pair, m.exit):
+        for form in forms(m.pair, m.reduction):
             read = reads(m.pair, form)
             if read is not None:
                 level = max([least.get(cls, 0), *(depth_of(r.cls) for r in read)])
-                rows = [depth_of(r.cls) for piece in form for r in piece.rows()]
+                rows = [depth_of(r.cls) for addend in form for r in addend.rows()]
                 choices.append((level, max([level + 1, *rows]), form))
         m.level, depth[cls], m.form = min(choices, key=lambda choice: choice[0])
     return depth

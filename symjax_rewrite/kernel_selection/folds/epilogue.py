@@ -22,7 +22,7 @@ from symjax_rewrite.ir.step_program import Step, StepProgram, key_of, place_in, 
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of
-from symjax_rewrite.kernel_selection.folds.reductions import Exit, Form, Piece
+from symjax_rewrite.kernel_selection.folds.reductions import Addend, Form, Reduction
 from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, held_dtypes
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
 from symjax_rewrite.pallas_kernels.monoid import shift_of
@@ -46,7 +46,7 @@ class Served:
     name. lead: the axes of every result.
     """
 
-    exit: Exit
+    reduction: Reduction
     form: Form
     names: dict[int, str]
     lead: Names
@@ -57,12 +57,12 @@ class Served:
 class Rows:
     """Values computed by a fold's epilogue.
 
-    exits: the returned values, in order. names: by value, the axis of each slot. inside: every
-    class computed on the way. axes: the axes of each result as it is stored.
+    returned: the values that it returns, in order. names: by value, the axis of each slot. inside:
+    every class computed on the way. axes: the axes of each result as it is stored.
     """
 
     epilogue: Epilogue
-    exits: list[Value]
+    returned: list[Value]
     names: dict[Value, Names]
     inside: set[int]
     axes: tuple[Names, ...]
@@ -113,17 +113,24 @@ class _RowSteps(StepProgram):
 
     def serve(self, served: Served) -> bool:
         """Add a reduction: the fold's results times their row algebra."""
-        found, cls = served.exit, served.exit.cls
+        found, cls = served.reduction, served.reduction.cls
         dtype = self.t.graph.classes[cls].dtype
         whole = not any(served.names.get(b) in served.lead for b in found.bound)
-        whole = whole and not any(piece.after for piece in served.form)
+        whole = whole and not any(addend.after for addend in served.form)
         if not whole or self.wide is not None:
             dtype = held_dtype(dtype)  # a value that is summed later is not rounded before
-        if not {piece.kind for piece in served.form} <= {"exp", "sum", "max", "min", "any", "all"}:
+        if not {addend.kind for addend in served.form} <= {
+            "exp",
+            "sum",
+            "max",
+            "min",
+            "any",
+            "all",
+        }:
             return False
         made: list[int] = []
-        for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):
-            scaled = self._scaled(piece, place, dtype)
+        for k, (addend, place) in enumerate(zip(served.form, served.places, strict=True)):
+            scaled = self._scaled(addend, place, dtype)
             if scaled is None:
                 return False
             made.append(scaled)
@@ -139,16 +146,16 @@ class _RowSteps(StepProgram):
         return True
 
     def _scaled(
-        self, piece: Piece, place: tuple[Place, Place | None, Names], dtype: str
+        self, addend: Addend, place: tuple[Place, Place | None, Names], dtype: str
     ) -> int | None:
         state = self.add("state", place[0], (), "")
-        if piece.kind not in ("exp", "sum"):
+        if addend.kind not in ("exp", "sum"):
             return self.add("cast", None, (state,), dtype)
-        terms = [self.value(r) for r, _ in piece.exponent]
-        factors = [self.value(r) for r, _ in piece.factors]
+        terms = [self.value(r) for r, _ in addend.exponent]
+        factors = [self.value(r) for r, _ in addend.factors]
         steps: Any = (state, *terms, *factors)
-        coefficients, powers = (tuple(x for _, x in p) for p in (piece.exponent, piece.factors))
-        data = (place[1], coefficients, powers, piece.coefficient)
+        coefficients, powers = (tuple(x for _, x in p) for p in (addend.exponent, addend.factors))
+        data = (place[1], coefficients, powers, addend.coefficient)
         return None if None in steps else self.add("scale", data, steps, dtype)
 
     def follow(self, cls: int) -> bool:
@@ -216,18 +223,18 @@ def row_algebra(
         elif cls in program.after and cls not in around.pairwise:
             program.follow(cls)
     inside = _kept(around, program, set(served))
-    exits: list[Value] = [*sorted(_exits(around, inside))]
-    exits += [v for v in program.number if isinstance(v, tuple)]
-    axes = tuple(_stored(t, program, served, value) for value in exits)
-    steps, used, refs = program.finish([program.result(value) for value in exits])
+    returned: list[Value] = [*sorted(_returned(around, inside))]
+    returned += [v for v in program.number if isinstance(v, tuple)]
+    axes = tuple(_stored(t, program, served, value) for value in returned)
+    steps, used, refs = program.finish([program.result(value) for value in returned])
     reads = tuple(tiles.operand(ref) for ref in refs)
     fun = _function(steps, used, t.primitives)
     key = ("rows", key_of(steps), used)
     dtypes = tuple([steps[n].dtype for n in used])
-    return Rows(Epilogue(fun, axes, reads, key, dtypes), exits, program.names, inside, axes)
+    return Rows(Epilogue(fun, axes, reads, key, dtypes), returned, program.names, inside, axes)
 
 
-def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
+def _returned(around: FoldSurroundings, inside: set[int]) -> list[int]:
     """Return the classes inside the epilogue that an outside class reads."""
     need, within = around.need, inside | around.pairwise
     return [
@@ -237,16 +244,16 @@ def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
     ]
 
 
-def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[int]:
+def _kept(around: FoldSurroundings, program: _RowSteps, returned: set[int]) -> set[int]:
     """Return the classes inside the epilogue that make the fold's outputs smaller."""
 
     def weight(inside: set[int]) -> int:
-        return sum(bytes_of(around.t, c) for c in _exits(around, inside))
+        return sum(bytes_of(around.t, c) for c in _returned(around, inside))
 
     inside = {v for v in program.number if isinstance(v, int)}
     now = weight(inside)
     while True:
-        for cls in sorted(set(_exits(around, inside)) - exits, reverse=True):
+        for cls in sorted(set(_returned(around, inside)) - returned, reverse=True):
             then = weight(inside - {cls})
             if then <= now:
                 inside, now = inside - {cls}, then

@@ -109,10 +109,10 @@ def compared(
 
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of products and their reductions in one loop, which writes no term."""
-    choice, mine, exits, _ = written_terms(t, cluster)
+    choice, mine, reduced, _ = written_terms(t, cluster)
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    moved = sum(f.bytes for c, f in facts.items() if c in exits or c not in mine)
+    moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
     steps = sum(facts[c].work for c in mine if facts[c].flops is None)
     return products + max(steps / device.elementwise_per_s, moved / device.bytes_per_s)
@@ -180,15 +180,15 @@ def _fused(device: Device) -> Device:
 def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
     """Return seconds of a reduction in the best order of its factors without a pairwise product."""
     g = t.graph
-    terms = separable(g, m.exit.cls) if m.exit.kind == "sum" else None
+    terms = separable(g, m.reduction.cls) if m.reduction.kind == "sum" else None
     if terms is not None:  # each side is read for its mean, shifted, and summed
-        read = [m.exit.cls, *[a.cls for a in terms]]
+        read = [m.reduction.cls, *[a.cls for a in terms]]
         moved = sum(itemsize(g.classes[c].dtype) * elements(t, c) for c in read)
         return 3 * (moved / device.bytes_per_s + device.launch_s)
-    if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
+    if m.reduction.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
         return math.inf
-    p, dtype = flattest(g, m.exit.cls), g.classes[m.exit.cls].dtype
-    sizes = [t.number(s) for s in (*g.classes[m.exit.cls].sizes, *p.bound)]
+    p, dtype = flattest(g, m.reduction.cls), g.classes[m.reduction.cls].dtype
+    sizes = [t.number(s) for s in (*g.classes[m.reduction.cls].sizes, *p.bound)]
     model = CostModel(device, t.number)
 
     def count(mask: int) -> float:
@@ -208,30 +208,30 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written."""
-    choice, mine, exits, roots = written_terms(t, cluster)
+    choice, mine, reduced, roots = written_terms(t, cluster)
     model, folds = CostModel(device, t.number), device.folds
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
-    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
+    once = {(m.reduction.kind, m.reduction.args, m.reduction.keys): m for m in cluster.members}
     steps = 0.0
     for m in once.values():
         rows = rows_reduced(m)
-        kinds = [m.exit.kind, "top_k"] if _is_selected(t, m, device) else [m.exit.kind]
+        kinds = [m.reduction.kind, "top_k"] if _is_selected(t, m, device) else [m.reduction.kind]
         length = _reduced(m) / rows
-        steps += min(folds.plain_steps(k, rows, length, m.exit.places) for k in kinds)
+        steps += min(folds.plain_steps(k, rows, length, m.reduction.places) for k in kinds)
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     inner = ((m, r) for m in cluster.members for r in m.tile.inner)
     summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
     steps += sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
-    across = sum(_across_seconds(t, choice[cls], mine, device) for cls in exits)
+    across = sum(_across_seconds(t, choice[cls], mine, device) for cls in reduced)
     return seconds + across + steps / folds.fused_steps_per_s
 
 
 def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
     """Return True for the end of a sort that a selection computes if no fold does."""
-    dtype = t.graph.classes[m.exit.args[0].cls].dtype
-    return m.exit.kind == "sorted" and device.sorts.selects and dtype in SELECTED
+    dtype = t.graph.classes[m.reduction.args[0].cls].dtype
+    return m.reduction.kind == "sorted" and device.sorts.selects and dtype in SELECTED
 
 
 def _across_seconds(t: TermGraph, node: Node, mine: set[int], device: Device) -> float:
@@ -276,10 +276,10 @@ def _sums_paired_features(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
 
 def _reduced(m: ClusterMember) -> int:
     """Return the elements that a reduction reduces; a sum by key first sums over other indices."""
-    if m.exit.kind != "keyed":
+    if m.reduction.kind != "keyed":
         return m.pairs
-    out = min(m.exit.bound)
-    mine = {i for i in m.space if i < out} | {i for k in m.exit.keys for i in k.axes}
+    out = min(m.reduction.bound)
+    mine = {i for i in m.space if i < out} | {i for k in m.reduction.keys for i in k.axes}
     return m.count(mine)
 
 
@@ -288,7 +288,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
 
     in_library: masked scores are read where they are (`is_library_softmax`).
     """
-    choice, mine, exits, roots = written_terms(t, cluster)
+    choice, mine, reduced, roots = written_terms(t, cluster)
 
     def operands(c: int) -> list[int]:
         return [a.cls for a in choice[c].args if a.cls in mine]
@@ -306,7 +306,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
     fused = _fused_into_readers(choice, order) - read_whole
-    held = [c for c in order if c in written and c not in exits and c not in fused]
+    held = [c for c in order if c in written and c not in reduced and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
     masked = is_masked(choice, order) and not in_library

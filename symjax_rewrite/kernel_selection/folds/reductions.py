@@ -49,7 +49,7 @@ class ReadPart(NamedTuple):
 
 
 @dataclass(slots=True)
-class Exit:
+class Reduction:
     """Class that reduces terms or selects from one, over its own indices.
 
     kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k`, `sorted`, `at` or `keyed`.
@@ -75,14 +75,14 @@ class Exit:
     clips: bool = False
 
 
-def exit_of(t: TermGraph, cls: int) -> Exit | None:
+def reduction_of(t: TermGraph, cls: int) -> Reduction | None:
     """Return the class as a reduction, or None."""
     g = t.graph
     node = node_of(g, cls)
     if node.op == op.NATIVE:
-        return _native_exit(t, cls)
+        return _native_reduction(t, cls)
     if node.op == op.SLICE:
-        return _sorted_exit(t, cls, node)
+        return _sorted_reduction(t, cls, node)
     if node.op == op.CONTRACT and not node.bound:
         return _diagonal(g, cls, node)
     if not node.bound or node.op not in (op.REDUCE, op.CONTRACT, op.TAKE):
@@ -91,16 +91,16 @@ def exit_of(t: TermGraph, cls: int) -> Exit | None:
     bound = tuple(range(node.out, node.out + len(node.bound)))
     if node.op == op.TAKE:
         found = choice(node)
-        return found and Exit(cls, "at", (found.table,), bound, sizes, choice=found)
+        return found and Reduction(cls, "at", (found.table,), bound, sizes, choice=found)
     if node.op == op.CONTRACT:
-        return _keyed_product(t, cls, node, sizes) or Exit(cls, "sum", node.args, bound, sizes)
+        return _keyed_product(t, cls, node, sizes) or Reduction(cls, "sum", node.args, bound, sizes)
     kind = _MONOIDS.get(str(node.attr))
     if kind is None or (kind in ("any", "all") and g.classes[cls].dtype != "bool"):
         return None
-    return Exit(cls, kind, node.args, bound, sizes)
+    return Reduction(cls, kind, node.args, bound, sizes)
 
 
-def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
+def _diagonal(g: EGraph, cls: int, node: Node) -> Reduction | None:
     """Return `x[i, i]` as the selection of column i for row i."""
     axes = list(node.args[0].axes)
     twice = [i for i in set(axes) if axes.count(i) == 2]
@@ -112,10 +112,10 @@ def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
     table = Ref(node.args[0].cls, tuple(axes))
     sizes = dict(enumerate((*g.classes[cls].sizes, size)))
     chosen = Choice(table, place.over((twice[0],)))
-    return Exit(cls, "at", (table,), (node.out,), sizes, choice=chosen)
+    return Reduction(cls, "at", (table,), (node.out,), sizes, choice=chosen)
 
 
-def _keyed_product(t: TermGraph, cls: int, node: Node, sizes: dict[int, Any]) -> Exit | None:
+def _keyed_product(t: TermGraph, cls: int, node: Node, sizes: dict[int, Any]) -> Reduction | None:
     """Return `Σ [key[i, j] = n]·x[i, j, ..]` as a sum by key."""
     for k, a in enumerate(node.args):
         found = one_hot(t, a)
@@ -124,11 +124,11 @@ def _keyed_product(t: TermGraph, cls: int, node: Node, sizes: dict[int, Any]) ->
             continue
         key, along = found
         if sum(i >= node.out for i in key.axes) > 1 and all(along not in r.axes for r in rest):
-            return _by_key(t, Exit(cls, "keyed", rest, (), sizes, keys=(key,), along=(along,)))
+            return _by_key(t, Reduction(cls, "keyed", rest, (), sizes, keys=(key,), along=(along,)))
     return None
 
 
-def _by_key(t: TermGraph, found: Exit) -> Exit:
+def _by_key(t: TermGraph, found: Reduction) -> Reduction:
     """Return a sum by key; a summand that is itself a sum is merged into it."""
     while len(found.args) == 1 and (inner := _summed(t.graph, found.args[0], found.sizes)):
         found.args, found.sizes, passed = inner
@@ -155,7 +155,7 @@ def _summed(
     return tuple([over(whole, a) for a in node.args]), sizes, (*passed, ref.cls)
 
 
-def _native_exit(t: TermGraph, cls: int) -> Exit | None:
+def _native_reduction(t: TermGraph, cls: int) -> Reduction | None:
     e = t.maker_of(cls)
     if e is None:
         return None
@@ -163,7 +163,9 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
     if found is not None:
         sizes = dict(enumerate((*t.graph.classes[cls].sizes, *found.bound)))
         keys, along, clips = found.places, found.along, found.clips
-        keyed = Exit(cls, "keyed", (found.value,), (), sizes, keys=keys, along=along, clips=clips)
+        keyed = Reduction(
+            cls, "keyed", (found.value,), (), sizes, keys=keys, along=along, clips=clips
+        )
         return _by_key(t, keyed) if found.bound else None
     if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
         return None
@@ -185,10 +187,10 @@ def _native_exit(t: TermGraph, cls: int) -> Exit | None:
     index, position = len(t.sizes[out]), groups[axis][0]
     sizes = {**dict(enumerate(t.sizes[out])), index: t.sizes[v][position]}
     arg = t.view(v).over(to | {position: index})
-    return Exit(cls, e.name, (arg,), (index,), sizes, places=places, output=output)
+    return Reduction(cls, e.name, (arg,), (index,), sizes, places=places, output=output)
 
 
-def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
+def _sorted_reduction(t: TermGraph, cls: int, node: Node) -> Reduction | None:
     """Return the first entries of a sorted row (values or indices) as a reduction."""
     sort = node.args[0]
     e = t.maker_of(sort.cls)
@@ -215,7 +217,7 @@ def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     if not count or stride < 1:
         return None
     arg = t.view(v).over({q: column if p == along else sort.axes[p] for q, p in to.items()})
-    return Exit(
+    return Reduction(
         cls,
         "sorted",
         (arg,),
@@ -237,8 +239,8 @@ def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Term of a reduction's value: row algebra times one result of a fold.
+class Addend:
+    """Addend of a reduction's value: row algebra times one result of a fold.
 
     kind: the fold's operation (`exp`: Σ e^tile·product·weights; `count`: no operation, the number
     of columns is in the coefficient). tile: its tile. product: other factors of the summand.
@@ -267,30 +269,30 @@ class Piece:
         return [*refs, self.after] if self.after else refs
 
 
-Form = tuple[Piece, ...]
+Form = tuple[Addend, ...]
 
 
-def forms(pair: Pair, found: Exit) -> list[Form]:
+def forms(pair: Pair, found: Reduction) -> list[Form]:
     """Return the forms of a reduction, the written form first."""
     g = pair.g
     if found.kind == "keyed":
         product = tuple([(r, ONE) for r in found.args])
-        return [(Piece("keyed", None, product, keys=found.keys),)]
+        return [(Addend("keyed", None, product, keys=found.keys),)]
     if found.kind != "sum":
         tile = _joined(g, sum_terms(g, found.args[0], 1.0))
-        return [(Piece(found.kind, tile or found.args[0]),)]
+        return [(Addend(found.kind, tile or found.args[0]),)]
     split = split_sum(pair, found)
     if split is None:
         return []
     weights, rest = split
-    written: Form = (Piece("sum", None, tuple((r, ONE) for r in rest), weights),)
+    written: Form = (Addend("sum", None, tuple((r, ONE) for r in rest), weights),)
     if kind_of(g, found.cls) != "f" or pair.inside:
         return [written]  # compared terms keep the form of the counts they are compared in
     apart = _log_form(pair, found, weights, rest)
     return [written] if apart is None else [written, apart]
 
 
-def split_sum(pair: Pair, found: Exit) -> tuple[Ref | None, list[Ref]] | None:
+def split_sum(pair: Pair, found: Reduction) -> tuple[Ref | None, list[Ref]] | None:
     """Return the operand that depends on the column alone, and the other operands."""
     weights: Ref | None = None
     rest: list[Ref] = []
@@ -313,7 +315,7 @@ def _by_column(pair: Pair, items: Iterable[tuple[Ref, Any]]) -> tuple[tuple, tup
     return inside, tuple(x for x in items if x not in inside)
 
 
-def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> Form | None:
+def _log_form(pair: Pair, found: Reduction, weights: Ref | None, rest: list[Ref]) -> Form | None:
     g = pair.g
     form, scale = LogLinear((), ()), 1.0
     for arg in rest:
@@ -331,64 +333,64 @@ def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> 
     product, rows = _by_column(pair, form.factors)
     if any(abs(p) != 1 for _, p in product):
         return None
-    piece = Piece("exp" if tile else "sum", tile, product, weights, None, scale, rows, outside)
-    pieces = [_eliminated(pair, p) for p in _distributed(pair, piece, found)]
-    if any(p.kind != "count" and not any(map(pair.holds, p.pairwise())) for p in pieces):
+    addend = Addend("exp" if tile else "sum", tile, product, weights, None, scale, rows, outside)
+    addends = [_eliminated(pair, p) for p in _distributed(pair, addend, found)]
+    if any(p.kind != "count" and not any(map(pair.holds, p.pairwise())) for p in addends):
         return None
-    return tuple(pieces)
+    return tuple(addends)
 
 
-def _distributed(pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
+def _distributed(pair: Pair, addend: Addend, found: Reduction) -> Iterator[Addend]:
     """Yield the term with one sum among its factors distributed, where a part is row algebra."""
-    for k, (ref, power) in enumerate(piece.product):
+    for k, (ref, power) in enumerate(addend.product):
         columns, rows = _by_column(pair, sum_terms(pair.g, ref, 1.0))
         kept = _joined(pair.g, columns) if power == 1 and rows else None
         if kept is None:
             continue
-        others = piece.product[:k] + piece.product[k + 1 :]
-        alone = not others and piece.tile is None and piece.weights is None
-        kind, many = ("count", found.sizes[pair.column]) if alone else (piece.kind, 1)
+        others = addend.product[:k] + addend.product[k + 1 :]
+        alone = not others and addend.tile is None and addend.weights is None
+        kind, many = ("count", found.sizes[pair.column]) if alone else (addend.kind, 1)
         if not isinstance(many, int):
             continue  # the coefficient would be a name
-        yield replace(piece, product=(*others, (kept, ONE)))
+        yield replace(addend, product=(*others, (kept, ONE)))
         for row, c in rows:
-            factors, times = (*piece.factors, (row, ONE)), piece.coefficient * c * many
-            yield replace(piece, kind=kind, product=others, factors=factors, coefficient=times)
+            factors, times = (*addend.factors, (row, ONE)), addend.coefficient * c * many
+            yield replace(addend, kind=kind, product=others, factors=factors, coefficient=times)
         return
-    yield piece
+    yield addend
 
 
-def _eliminated(pair: Pair, piece: Piece) -> Piece:
+def _eliminated(pair: Pair, addend: Addend) -> Addend:
     """Replace a small contraction among the factors by weights and a later row operand.
 
     Not where the product is kept in f32, as its factors would be rounded. Nor where other readers
     round it, since terms that cancel must round alike.
     """
     classes = pair.g.classes
-    for k, (ref, power) in enumerate(piece.product if piece.weights is None else ()):
+    for k, (ref, power) in enumerate(addend.product if addend.weights is None else ()):
         scale, inner, narrow = _unscaled(pair.g, ref)
         if power != 1 or narrow or not pair.holds(inner):
             continue
         found = pair.open(inner)
-        others = piece.product[:k] + piece.product[k + 1 :]
-        if found.kind != "dot" or not (others or piece.tile):
+        others = addend.product[:k] + addend.product[k + 1 :]
+        if found.kind != "dot" or not (others or addend.tile):
             continue
         if not any(is_half(classes[a.cls].dtype) for a in found.args):
-            (after, weights), times = found.args, piece.coefficient * scale
-            return replace(piece, product=others, weights=weights, after=after, coefficient=times)
-    return piece
+            (after, weights), times = found.args, addend.coefficient * scale
+            return replace(addend, product=others, weights=weights, after=after, coefficient=times)
+    return addend
 
 
 def reads(pair: Pair, form: Form) -> list[Ref] | None:
     """Return the references that must be computed before the fold of a form runs."""
     out: list[Ref] = []
-    for piece in form:
-        refs = piece.pairwise()
-        tile = explore(pair, filter(pair.holds, refs), piece.keys)
+    for addend in form:
+        refs = addend.pairwise()
+        tile = explore(pair, filter(pair.holds, refs), addend.keys)
         if tile is None:
             return None
         out += [*tile.operands, *tile.whole, *(r for r in refs if not pair.holds(r))]
-        out += [piece.weights] if piece.weights else []
+        out += [addend.weights] if addend.weights else []
     return out
 
 

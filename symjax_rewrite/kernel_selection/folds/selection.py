@@ -21,7 +21,7 @@ from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.attention_gradients import with_gradient
-from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece
+from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_addend
 from symjax_rewrite.kernel_selection.folds.clustering import (
     Cluster,
     ClusterMember,
@@ -309,16 +309,16 @@ class Draft:
         wide: frozenset[int] | None,
     ) -> None:
         self.t, self.cluster, self.depth = t, cluster, depth
-        self.choices = [_choice(t, m, wide) for m in cluster.members if m.exit.kind == "at"]
+        self.choices = [_choice(t, m, wide) for m in cluster.members if m.reduction.kind == "at"]
         groups: dict[tuple, list[ClusterMember]] = {}
         for m in cluster.members:
-            if m.exit.kind != "at":
+            if m.reduction.kind != "at":
                 groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
-        turned = _turned(groups) if both_ways else {}
+        exchanged = _exchanged(groups) if both_ways else {}
         self.builders = [
-            (key[0], _fold(t, cluster, group, groups.get(turned.get(key, ()), []), wide))
+            (key[0], _fold(t, cluster, group, groups.get(exchanged.get(key, ()), []), wide))
             for key, group in groups.items()
-            if key not in turned.values()
+            if key not in exchanged.values()
         ]
 
     def reads(self) -> list[set[int]]:
@@ -347,7 +347,7 @@ class Draft:
         return inner - cone(whole, lambda cls: [a for a in operands(cls) if a in inner])
 
 
-def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
+def _exchanged(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
     """Map groups of candidates to groups that sum the same pairs in the other direction.
 
     Sums over rows cost a fold slightly more than sums over columns, so the smaller group is reduced
@@ -367,21 +367,21 @@ def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
 
 def _sums(group: list[ClusterMember]) -> bool:
     """Return True if all candidates are plain sums of the tile."""
-    return all(piece.kind in ("sum", "count") for m in group for piece in m.form)
+    return all(addend.kind in ("sum", "count") for m in group for addend in m.form)
 
 
 def _fold(
     t: TermGraph,
     cluster: Cluster,
     group: list[ClusterMember],
-    turned: list[ClusterMember],
+    exchanged: list[ClusterMember],
     wide: frozenset[int] | None,
 ) -> FoldBuilder:
     """Return one fold for candidates that wait for the same results.
 
-    The candidates in `turned` reduce in the other direction than the group.
+    The candidates in `exchanged` reduce in the other direction than the group.
     """
-    first, pair, found = frame(cluster, group[0]), group[0].pair, group[0].exit
+    first, pair, found = frame(cluster, group[0]), group[0].pair, group[0].reduction
     name = {first.get(pair.row): ROW, first[pair.column]: COLUMN}
     for i in group[0].space:
         name.setdefault(first[i], f"b{len(name) - 2}")
@@ -389,25 +389,25 @@ def _fold(
     sizes = {name[first[i]]: t.jax_size(found.sizes[i]) for i in group[0].space}
     tiles = TileBuilder(t, pair, sizes={ROW: 1, **sizes}, wide=wide)
     builder = FoldBuilder(t, (*batch, ROW), tiles)
-    for m in (*group, *turned):
+    for m in (*group, *exchanged):
         ids = frame(cluster, m)
         full: dict[int, Any] = {i: name[ids[i]] for i in m.space}
-        form = tuple(name_piece(p, full) for p in m.form)
+        form = tuple(name_addend(p, full) for p in m.form)
         for before, after in zip(m.form, form, strict=True):
             if before.weights is not None and after.weights is not None:
                 full.update(zip(before.weights.axes, after.weights.axes, strict=True))
-        builder.add(Served(m.exit, form, full, (*batch, ROW if m in group else COLUMN)))
+        builder.add(Served(m.reduction, form, full, (*batch, ROW if m in group else COLUMN)))
     return builder
 
 
 def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ClassRoute:
-    choice = m.exit.choice
+    choice = m.reduction.choice
     assert choice is not None
-    count = len(t.graph.classes[m.exit.cls].sizes)
+    count = len(t.graph.classes[m.reduction.cls].sizes)
     names: dict[Any, Any] = {i: f"b{i}" for i in range(count)}
     names |= {m.pair.row: ROW, m.pair.column: COLUMN}
-    sizes = {name: t.jax_size(m.exit.sizes[i]) for i, name in names.items()}
+    sizes = {name: t.jax_size(m.reduction.sizes[i]) for i, name in names.items()}
     builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
     root = builder.build(choice.table.over(names))
     columns = Columns(builder, tuple(names.values())[:count], choice.place.over(names))
-    return columns.chosen(m.exit.cls, root, choice.fill)
+    return columns.chosen(m.reduction.cls, root, choice.fill)

@@ -54,14 +54,14 @@ def wide_rows(
 
 def _rows(t: TermGraph, need: Needed, members: Sequence[ClusterMember]) -> frozenset[int]:
     """Return the half-precision row values of folds, and classes elementwise in them."""
-    exits = {m.exit.cls: m for m in members}
+    reduced = {m.reduction.cls: m for m in members}
     pairwise = _pairwise(members)
     rows: set[int] = set()
     for cls in need.order:
-        if cls in exits:
-            wide = _is_row(t.graph, exits[cls])
+        if cls in reduced:
+            wide = _is_row(t.graph, reduced[cls])
         else:
-            wide = cls not in pairwise and _follows(t, cls, rows, exits)
+            wide = cls not in pairwise and _follows(t, cls, rows, reduced)
         if wide:
             rows.add(cls)
     return frozenset(rows)
@@ -73,12 +73,14 @@ def _pairwise(members: Sequence[ClusterMember]) -> set[int]:
 
 def _is_row(g: EGraph, m: ClusterMember) -> bool:
     """Return True if a reduction gives one half-precision number for each row."""
-    info = g.classes[m.exit.cls]
+    info = g.classes[m.reduction.cls]
     slots = range(len(info.sizes))
-    return is_half(info.dtype) and m.exit.kind in ("sum", "max", "min") and {*slots} <= {*m.space}
+    return (
+        is_half(info.dtype) and m.reduction.kind in ("sum", "max", "min") and {*slots} <= {*m.space}
+    )
 
 
-def _follows(t: TermGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
+def _follows(t: TermGraph, cls: int, rows: set[int], reduced: dict[int, ClusterMember]) -> bool:
     """Return True if a class is elementwise in wide row values, and no larger than they are."""
     g = t.graph
     node, dtype = node_of(g, cls), g.classes[cls].dtype
@@ -89,27 +91,27 @@ def _follows(t: TermGraph, cls: int, rows: set[int], exits: dict[int, ClusterMem
     if any(node_of(g, a.cls).op == DELTA for a in node.args):
         return False
     if is_cast(node) and is_half(dtype):
-        return _would_be_half(g, node.args[0].cls, rows, exits)
+        return _would_be_half(g, node.args[0].cls, rows, reduced)
     size = max((elements(t, a.cls) for a in node.args if a.cls in rows), default=0)
     return size > 0 and elements(t, cls) <= size
 
 
-def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
+def _would_be_half(g: EGraph, cls: int, rows: set[int], reduced: dict[int, ClusterMember]) -> bool:
     """Return True if a class is in f32 only because `jnp.sum` casts its operand to f32 and back."""
     node = node_of(g, cls)
     while node.op == ADD and len(node.args) == 1 and abs(node.attr[0]) == 1:
         cls = node.args[0].cls
         node = node_of(g, cls)
-    if cls in exits:
-        return _is_sum_of_halves(g, exits[cls])
+    if cls in reduced:
+        return _is_sum_of_halves(g, reduced[cls])
     arg = node.args[0].cls if is_cast(node) else -1
     return arg in rows and is_half(g.classes[arg].dtype)
 
 
 def _is_sum_of_halves(g: EGraph, m: ClusterMember) -> bool:
-    if m.exit.kind != "sum":
+    if m.reduction.kind != "sum":
         return False
-    nodes = [node_of(g, a.cls) for a in m.exit.args]
+    nodes = [node_of(g, a.cls) for a in m.reduction.args]
     return all(is_cast(n) and is_half(g.classes[n.args[0].cls].dtype) for n in nodes)
 
 
@@ -121,7 +123,7 @@ def _reads_shift(
     members: Sequence[ClusterMember],
 ) -> bool:
     """Return True if a cluster's maximum is read in half precision outside of folds."""
-    shifts = {m.exit.cls for m in cluster.members if m.exit.kind in ("max", "min")} & rows
+    shifts = {m.reduction.cls for m in cluster.members if m.reduction.kind in ("max", "min")} & rows
     held = rows | _pairwise(members)
 
     def users(cls: int) -> list[int]:

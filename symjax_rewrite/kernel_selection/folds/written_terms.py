@@ -27,12 +27,16 @@ def written_terms(
 
     It always writes the reductions, and the inputs of XLA's own routines.
     """
-    exits = sorted({m.exit.cls for m in cluster.members})
-    mine = {*exits, *cluster.classes()[0], *(x for m in cluster.members for x in m.exit.through)}
+    reduced = sorted({m.reduction.cls for m in cluster.members})
+    mine = {
+        *reduced,
+        *cluster.classes()[0],
+        *(x for m in cluster.members for x in m.reduction.through),
+    }
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     choice = {c: node_of(t.graph, c) for c in mine | reached}
-    native = {a.cls for c in exits if choice[c].op == NATIVE for a in choice[c].args}
-    return choice, mine, exits, (*exits, *sorted((native & mine).difference(exits)))
+    native = {a.cls for c in reduced if choice[c].op == NATIVE for a in choice[c].args}
+    return choice, mine, reduced, (*reduced, *sorted((native & mine).difference(reduced)))
 
 
 def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
@@ -44,10 +48,12 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     if not device.folds.streams_products or len(cluster.members) != 1:
         return False
     (m,) = cluster.members
-    if m.exit.kind not in ("sum", "max", "min") or not all(map(m.pair.holds, m.exit.args)):
+    if m.reduction.kind not in ("sum", "max", "min") or not all(
+        map(m.pair.holds, m.reduction.args)
+    ):
         return False
     choice, mine, _, _ = written_terms(t, cluster)
-    inner = [choice[c] for c in mine if c != m.exit.cls]
+    inner = [choice[c] for c in mine if c != m.reduction.cls]
     readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
     if any(readers[c] > 1 for c in mine) or sum(map(is_dot, inner)) != 1:
         return False
@@ -68,11 +74,11 @@ def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     The sum of the weights and the weighted sum must both be read, and no other sum of weights. Its
     library stores the weights where XLA would store them and masked scores apart.
     """
-    kinds = Counter((m.exit.kind, len(m.exit.args)) for m in cluster.members)
+    kinds = Counter((m.reduction.kind, len(m.reduction.args)) for m in cluster.members)
     kinds.pop(("max", 1), None)
     if kinds != {("sum", 1): 1, ("sum", 2): 1}:
         return False
-    weighted = next(m for m in cluster.members if len(m.exit.args) == 2)
+    weighted = next(m for m in cluster.members if len(m.reduction.args) == 2)
     if rows_reduced(weighted) < device.folds.library_rows:
         return False
     choice, mine, _, _ = written_terms(t, cluster)
@@ -102,13 +108,13 @@ def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """
     found = [0]
     for m in cluster.members if device.folds.streams_products else ():
-        made = t.maker_of(m.exit.cls)
-        if made is None or made.name != "dot_general" or len(m.exit.args) != 2:
+        made = t.maker_of(m.reduction.cls)
+        if made is None or made.name != "dot_general" or len(m.reduction.args) != 2:
             continue
         for axes, v in zip(made.eqn.params["dimension_numbers"][1], made.invals, strict=True):
             shape = t.program.avals[v].shape if isinstance(v, int) else ()
             if tuple(axes) != (*range(len(axes)),) and 1 in [shape[i] for i in axes]:
-                wide = max(m.exit.args, key=lambda a: elements(t, a.cls)).cls
+                wide = max(m.reduction.args, key=lambda a: elements(t, a.cls)).cls
                 found.append(itemsize(t.graph.classes[wide].dtype) * elements(t, wide))
     return max(found)
 
@@ -125,4 +131,4 @@ def is_reduction(node: Node) -> bool:
 
 def rows_reduced(m: ClusterMember) -> int:
     """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
-    return m.pairs // m.count(m.exit.bound)
+    return m.pairs // m.count(m.reduction.bound)
