@@ -289,7 +289,9 @@ class LoopSearch:
             is_plain = source == Source(source.value, kept=source.kept)
             if known is None or not is_plain or np.shape(known) != (loop.length,):
                 continue
-            if np.asarray(known).dtype.kind in "iub":
+            dtype = loop.body.avals[v].dtype  # that of random keys is no dtype of NumPy
+            is_number = isinstance(dtype, np.dtype) and dtype.kind in "iub"
+            if is_number and getattr(known, "is_fully_addressable", True):
                 loop.counters[v] = np.asarray(known)
                 del loop.sources[v]
 

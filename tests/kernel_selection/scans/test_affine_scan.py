@@ -291,6 +291,21 @@ def test_gradients_on_a_gpu_have_no_step_that_is_a_launch(
     assert "stablehlo.while" not in text
 
 
+def test_constants_of_every_step_may_be_flags_numbers_or_keys() -> None:
+    keys, flags = jax.random.split(jax.random.key(0), L), np.arange(L) % 3 == 0
+
+    def fun(x):
+        def step(h, given):
+            x, key, flag, number = given
+            h = jnp.where(flag, x, 0.5 * h + number * x)
+            return h, h * jax.random.uniform(key)
+
+        return lax.scan(step, jnp.zeros(D), (x, keys, flags, np.arange(L)[::-1] ** 2))
+
+    for kernels in ("auto", "xla"):
+        assert_close(fun(X), sym_optimize(fun, kernels=kernels)(X))
+
+
 @pytest.mark.parametrize("rule", [lax.stop_gradient, jax.nn.relu], ids=["stop", "relu"])
 def test_gradients_follow_rules_of_their_own(rule: Callable) -> None:
     want, got, args = gradients(lambda h, c: (h, rule(h @ c) * rule(c[0] - c[0])))
