@@ -65,10 +65,7 @@ class MonoidFold:
     @property
     def adds(self) -> bool:
         """Return True if a total is rounded in another order than the steps."""
-        return any(
-            "kept" not in f.monoid.name and f.monoid.name not in ("greatest", "least")
-            for f in self.follows
-        )
+        return not all(f.monoid.selects for f in self.follows)
 
     def totals(
         self, known: dict[int, Any], steps: dict[int, Any], starts: list[Any]
@@ -104,7 +101,7 @@ class MonoidFold:
             if f.bases and f.monoid.is_empty_with_base:
                 x = self._emptied(x, f.bases[0], states, firsts)
                 states[f.carry] = x
-            like = aligned if "kept" in f.monoid.name else partial(_as_numbers, dtype=dtype)
+            like = aligned if f.monoid.selects else partial(_as_numbers, dtype=dtype)
             ends = [(like(states[b], x.ndim), like(totals[b], x.ndim - 1)) for b in f.bases]
             total, extremum = f.monoid.total(x, *ends), None
             if isinstance(total, tuple):

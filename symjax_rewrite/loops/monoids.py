@@ -91,8 +91,9 @@ class CarryMonoid:
 
     identity: 0 or an infinity. law(o, before, given, *pairs of bases before and given).
     total(states, *pairs of the bases' states and their total). bases: the names of the monoids that
-    it rests on. is_empty_with_base: True if a state is an identity where its first base is one.
-    kinds: of the dtypes of its states, as NumPy names them.
+    it rests on. selects: True if a total is one of the states, so that nothing is rounded.
+    is_empty_with_base: True if a state is an identity where its first base is one. kinds: of the
+    dtypes of its states, as NumPy names them.
     """
 
     name: str
@@ -100,6 +101,7 @@ class CarryMonoid:
     law: Callable[..., Any]
     total: Callable[..., Any]
     bases: tuple[str, ...] = ()
+    selects: bool = False
     is_empty_with_base: bool = True
     kinds: str = "f"
 
@@ -160,10 +162,16 @@ MONOIDS = (
         -math.inf,
         lambda o, c, d: o.greatest(c, d),
         lambda d: jnp.max(d, 0),
+        selects=True,
         kinds="fiu",
     ),
     CarryMonoid(
-        "least", math.inf, lambda o, c, d: o.least(c, d), lambda d: jnp.min(d, 0), kinds="fiu"
+        "least",
+        math.inf,
+        lambda o, c, d: o.least(c, d),
+        lambda d: jnp.min(d, 0),
+        selects=True,
+        kinds="fiu",
     ),
     CarryMonoid(
         "logsumexp",
@@ -180,6 +188,7 @@ MONOIDS = (
         lambda o, c, d, base: o.where(o.greater(base[1], base[0]), d, c),
         lambda d, base: _first(1, d, base),
         ("greatest",),
+        selects=True,
         is_empty_with_base=False,
         kinds="fiub",
     ),
@@ -189,6 +198,7 @@ MONOIDS = (
         lambda o, c, d, base: o.where(o.greater(base[0], base[1]), d, c),
         lambda d, base: _first(-1, d, base),
         ("least",),
+        selects=True,
         is_empty_with_base=False,
         kinds="fiub",
     ),
