@@ -197,9 +197,20 @@ def _reduce_precision(s: Site) -> Ref:
 
 def _select(s: Site) -> Ref:
     refs, is_ring = s.over(), dtype_kind(s.dtype[0]) in RING
+    if s.node(0).op == op.CONST:
+        return refs[1 + int(s.node(0).attr[0])]
     if is_ring and len(refs) == 3 and s.node(0).op == op.DELTA and s.scalar(1) == 0:
         return s.add(op.CONTRACT, None, (_delta(s, refs[0], s.dtype[0]), refs[2]))
     return _map("select_n", s)
+
+
+def _compare(name: str, s: Site) -> Ref:
+    """Return a comparison; of two numbers, as in `jnp.var`, its truth value."""
+    values, dtype = [s.scalar(k) for k in range(len(s.refs))], s.g.classes[s.refs[0].cls].dtype
+    if None in values or any(ref.axes for ref in s.refs):
+        return _map(name, s)
+    made = NUMPY[name](*[np.asarray(v).astype(np.dtype(dtype)) for v in values])
+    return constant(s.g, bool(made), "bool")
 
 
 def _eq(s: Site) -> Ref:
@@ -210,7 +221,7 @@ def _eq(s: Site) -> Ref:
         if i != j and n == m:
             delta = s.g.add(op.DELTA, None, (), (n, m), (), "bool")
             return Ref(delta.cls, (i, j))
-    return _map("eq", s)
+    return _compare("eq", s)
 
 
 def _iota(s: Site) -> Ref:
@@ -391,6 +402,7 @@ ROWS: dict[str, Row] = {
     "reduce_precision": _reduce_precision,
     "select_n": _select,
     "eq": _eq,
+    **{name: functools.partial(_compare, name) for name in "ne lt le gt ge".split()},
     "iota": _iota,
     "dot_general": _dot_general,
     **{f"reduce_{m}": functools.partial(_reduce, m) for m in "sum max min prod and or".split()},

@@ -268,6 +268,7 @@ def test_limit_of_a_product(limit: str, device: str) -> None:
     assert [p.limit for p in found.parts] == [limit]
 
 
+@pytest.mark.usefixtures("one_device")
 def test_fresh_memory_counts_as_memory() -> None:
     """A large temporary is slow on a CPU because its pages are new, not because of its launch."""
     assert audited(forces, spec(2048, 3), spec(2048)).bottleneck == "memory"

@@ -320,6 +320,28 @@ def with_residual(x, g, w):
     return y + y @ w
 
 
+def by_var(x, g, w):
+    f = x.astype(jnp.float32)
+    centred = f - f.mean(-1, keepdims=True)
+    return (centred * lax.rsqrt(f.var(-1, keepdims=True) + 1e-6) * g).astype(x.dtype) @ w
+
+
+def by_std(x, g, w):
+    f = x.astype(jnp.float32)
+    centred = f - f.mean(-1, keepdims=True)
+    return (centred / (f.std(-1, keepdims=True) + 1e-6) * g).astype(x.dtype) @ w
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("f", [by_var, by_std])
+def test_the_variance_of_numpy_is_taken_as_any_other(f):
+    """`jnp.var` compares its number of elements with zero, which is known."""
+    (found,) = routes(f, *big(16), device="h200")
+    assert found.taken
+    wanted = [routes(f, *big(4, 8, 8, "float32"), kernels=kind) for kind in ("xla", "triton")]
+    assert all(r.taken for found in wanted for r in found)
+
+
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_taken_on_a_gpu_where_rows_are_few(rows):
