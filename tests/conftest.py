@@ -13,13 +13,10 @@ import gc
 import itertools
 import os
 import tempfile
-import threading
 from importlib import metadata
-from typing import Any
 
 DEVICES = 8
 TESTS_PER_COLLECTION = 50
-LOWERINGS_PER_CONTEXT = 10
 
 
 def compiler_flags(given: str, jaxlib: str) -> str:
@@ -50,7 +47,6 @@ os.environ["XLA_FLAGS"] = compiler_flags(
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
 
 from symjax_rewrite import jax_internals  # noqa: E402
 from symjax_rewrite.api import sym_optimize  # noqa: E402
@@ -69,23 +65,6 @@ hypothesis.settings.load_profile("symjax")
 
 _FINISHED = itertools.count(1)
 
-
-def reuse_contexts() -> None:
-    """Share MLIR contexts among ten lowerings of a thread, as later JAX does: one takes 4 ms."""
-    if hasattr(mlir, "_create_ir_context"):
-        return
-    create, held = mlir.make_ir_context, threading.local()
-
-    def make_ir_context() -> Any:
-        held.count = getattr(held, "count", -1) + 1
-        if held.count % LOWERINGS_PER_CONTEXT == 0:
-            held.context = create()
-        return held.context
-
-    mlir.make_ir_context = make_ir_context
-
-
-reuse_contexts()
 
 COMPILERS = {"compile_h200", "compile_l4", "shared_memory"}  # fixtures that compile for a GPU
 
