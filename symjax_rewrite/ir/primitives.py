@@ -198,7 +198,7 @@ def _reduce_precision(s: Site) -> Ref:
 def _select(s: Site) -> Ref:
     refs, is_ring = s.over(), dtype_kind(s.dtype[0]) in RING
     if s.node(0).op == op.CONST:
-        return refs[1 + int(s.node(0).attr[0])]
+        return refs[1 + min(max(int(s.node(0).attr[0]), 0), len(refs) - 2)]
     if is_ring and len(refs) == 3 and s.node(0).op == op.DELTA and s.scalar(1) == 0:
         return s.add(op.CONTRACT, None, (_delta(s, refs[0], s.dtype[0]), refs[2]))
     return _map("select_n", s)

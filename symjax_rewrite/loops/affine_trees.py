@@ -6,7 +6,7 @@ that a tree is replaced only where all its loops run as kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from symjax_rewrite import jax_internals
@@ -15,6 +15,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
+from symjax_rewrite.ir.replacement import ConflictError
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.associative_scan_detection import find_prefixes
 from symjax_rewrite.loops.associative_scan_gradients import (
@@ -52,16 +53,23 @@ class AffineTrees:
         around = Surroundings(program) if prefixes else None
         if around is None:
             return
-        route = lambda loop: self.route(loop, context.options, device)  # noqa: E731
+        found = find_differentiated(around, prefixes)
+        eqns = [d.prefix.equations[-1].eqn for d in found]
+        if not found:
+            return
+        if not context.reorders():
+            reason = Obstacle.ROUNDING("as loops it would round in another order")
+            yield from (refused(reason, eqn) for eqn in eqns)
+            return
+        form, prices = "loops", [_seconds_of_loops(program, d, device) for d in found]
+        if device.loops.steps_are_launches:
+            route = lambda loop: self.route(loop, context.options, device)  # noqa: E731
+            form, prices = "kernels", _seconds_of_kernels(around, found, context, route)
         taken: list[tuple[Differentiated, str, Seconds | None]] = []
-        for d in find_differentiated(around, prefixes):
-            eqn = d.prefix.equations[-1].eqn
+        for d, eqn, seconds in zip(found, eqns, prices or [None] * len(found), strict=True):
             what = f"a differentiated tree of {d.prefix.length} steps"
-            form, seconds = _form(around, d, context, route)
-            if not context.reorders():
-                yield refused(Obstacle.ROUNDING("as loops it would round in another order"), eqn)
-            elif not form:
-                reason = f"{what}: each step of its loops would be a launch"
+            if prices is None:
+                reason = f"{what}: not all of its loops, and those of other trees, can be kernels"
                 yield refused(Obstacle.COST(reason), eqn)
             elif seconds is not None and not margins.pays(*seconds, "tree", device):
                 reason = Obstacle.COST(f"{what} is predicted to be no slower than {form}")
@@ -73,24 +81,30 @@ class AffineTrees:
             yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
 
 
-def _form(
-    around: Surroundings, d: Differentiated, context: Context, route: Route
-) -> tuple[str, Seconds | None]:
-    """Return what would replace a tree, and the seconds of both; "" if steps would be launches.
+def _seconds_of_kernels(
+    around: Surroundings, found: list[Differentiated], context: Context, route: Route
+) -> Sequence[Seconds | None] | None:
+    """Return the seconds of each tree and of its share of the kernels instead.
 
+    All trees are replaced at once, so that many layers are one try. None if a loop is no kernel, or
+    if loops of two trees wait for each other (a backward loop also computes what reads its states).
     Kernels that the user names have no predicted seconds.
     """
-    device = context.device
-    if not device.loops.steps_are_launches:
-        return "loops", _seconds_of_loops(around.program, d, device)
-    (parts,) = as_loops(around, [d])
-    made = flatten(rewritten(around.program, parts))
-    kept, _ = _loops_kept(around.program, device, route)
-    still, kernels_s = _loops_kept(made, device, route)
-    if still > kept or (kernels_s is None and context.options.kernels == "auto"):
-        return "", None
-    tree_s = tree_seconds(_replaced(around.program, d), device)
-    return "kernels", None if kernels_s is None else (tree_s, kernels_s)
+    program, device = around.program, context.device
+    parts = [part for each in as_loops(around, found) for part in each]
+    kept, before_s = _loops_kept(program, device, route)
+    try:
+        made = flatten(rewritten(program, parts))
+    except ConflictError:
+        return None
+    still, after_s = _loops_kept(made, device, route)
+    if still > kept:
+        return None
+    if before_s is None or after_s is None:
+        return None if context.options.kernels == "auto" else [None] * len(found)
+    trees = [tree_seconds(_replaced(program, d), device) for d in found]
+    share = (after_s - before_s) / max(sum(trees), device.launch_s)
+    return [(tree_s, share * tree_s) for tree_s in trees]
 
 
 def _loops_kept(program: Program, device: Device, route: Route) -> tuple[int, float | None]:

@@ -291,6 +291,24 @@ def test_gradients_on_a_gpu_have_no_step_that_is_a_launch(
     assert "stablehlo.while" not in text
 
 
+@pytest.mark.parametrize("between", [jnp.tanh, lambda y: y], ids=["nonlinear", "linear"])
+def test_trees_of_several_layers_become_kernels_together(
+    between: Callable, one_device: None
+) -> None:
+    """The loops of linear layers would wait for each other, so these stay trees."""
+
+    def layers(x, dt, A, b, c, cotangent):
+        twice = lambda x, *rest: in_a_tree(between(in_a_tree(x, *rest)), *rest)  # noqa: E731
+        return jax.vjp(twice, x, dt, A, b, c)[1](cotangent)
+
+    wide, shared, A = (512, 1, 256), (512, 1, 16), (256, 16)
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in (wide, wide, A, shared, shared, wide)]
+    report = sym_optimize(layers, device="h200", on_unsupported="error").explain(*args)
+    trees = [c for c in report.changes if "differentiated tree" in c.reason]
+    assert len(trees) == (2 if between is jnp.tanh else 0)
+    assert all(before > 1.25 * after for before, after in (c.seconds for c in trees))
+
+
 def test_constants_of_every_step_may_be_flags_numbers_or_keys() -> None:
     keys, flags = jax.random.split(jax.random.key(0), L), np.arange(L) % 3 == 0
 
