@@ -115,7 +115,8 @@ class Refusal:
     reason: a sentence that an `Obstacle` makes; a plain one has the obstacle `FORM`. count: number
     of places it represents. ratio: predicted seconds as written divided by those of the refused
     computation; None if no pass compared them. by_size: True if other numbers for named
-    sizes might turn the refusal. rules: the names of the rules that derive the refused form.
+    sizes might turn the refusal. rules: the names of the rules that derive the refused form. parts:
+    this form.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Refusal:
     ratio: float | None = None
     by_size: bool = False
     rules: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,15 @@ class Result:
         log("route", "%s: %s", f.name, f.reason)
         self.routes.append(
             RouteUse(
-                f.name, False, f.reason, f.where, f.count, f.ratio, by_size=f.by_size, rules=f.rules
+                f.name,
+                False,
+                f.reason,
+                f.where,
+                f.count,
+                f.ratio,
+                by_size=f.by_size,
+                rules=f.rules,
+                parts=f.parts,
             )
         )
 

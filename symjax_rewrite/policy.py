@@ -35,7 +35,10 @@ def chosen(
         nonlocal left
         for c in faulty:
             rules = tuple(name for name, _ in c.rules)
-            refused.append(Refusal(c.name, reason, c.where, c.count, c.ratio, rules=rules))
+            parts = c.parts if rules else ()
+            refused.append(
+                Refusal(c.name, reason, c.where, c.count, c.ratio, rules=rules, parts=parts)
+            )
         left = [c for c in left if c not in faulty]
 
     staged: Staged = {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NOT_PRICED = "not priced"
+NOT_SEARCHED = "no rule was tried: "  # begins the reason why a part was not searched
 PREDICTED = "predicted "  # opens every reason that states a gain of speed
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -31,7 +31,7 @@ class RouteUse:
     written and with the kernel or rule; None if no pass compared them. ratio: the first number of
     `seconds` divided by the second. places: the number of places by line. by_size: True for a
     refusal that other numbers for named sizes might turn. rules: the names of the rules that derive
-    a refused form.
+    a refused form. parts: the parts that compute this form (`candidates.Part`).
     """
 
     name: str
@@ -44,6 +44,7 @@ class RouteUse:
     places: dict[str, int] = field(default_factory=dict)
     by_size: bool = False
     rules: tuple[str, ...] = ()
+    parts: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.places and self.where:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 
@@ -255,8 +256,33 @@ def test_commands_are_listed(capsys):
     assert main(["--help"]) == 0
     assert all(f"  {name} " in capsys.readouterr().out for name in list(COMMANDS)[:1])
     assert main([]) == 2
-    assert main(["dance"]) == 2
-    assert "no command 'dance'" in capsys.readouterr().err
+    assert main(["explan"]) == 2
+    assert "no such command" in (printed := capsys.readouterr().err)
+    assert "did you mean 'explain'?" in printed
+
+
+def test_close_name_and_missing_arguments_are_named(capsys):
+    assert main(["explain", "users_module:chian", *SIZES]) == 2
+    assert "did you mean 'chain'?" in capsys.readouterr().err
+    assert main(["explain", "users_module:chain"]) == 2
+    assert "without --args" in (printed := capsys.readouterr().err)
+    assert "one text for each argument" in printed
+
+
+def test_reader_that_closes_its_pipe_is_no_error():
+    command = [sys.executable, "-m", "symjax_rewrite", "explain", "jax.numpy:sin", "--json"]
+    command += ["--args", "f32[8]"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ran:
+        ran.stdout.close()
+        assert ran.stderr.read() == b""
+    assert ran.returncode == 0
+
+
+def test_long_steps_are_named_in_a_pipe(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "PAUSE_S", 0.0)
+    with terminal.progress("checking", 2) as step:
+        step("first")
+    assert capsys.readouterr().err == "checking: first (1 of 2)\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

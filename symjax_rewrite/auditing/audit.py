@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from symjax_rewrite.auditing.audit_page import as_fragment, as_page
-from symjax_rewrite.auditing.findings import PROPERTIES, Finding, findings
+from symjax_rewrite.auditing.findings import PROPERTIES, Finding, findings, told
 from symjax_rewrite.auditing.tracing import trace
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.bottlenecks import Bottleneck
@@ -134,13 +134,14 @@ def audit(f: Any, *specs: Any, device: str | None = None) -> Audit:
 def _lines(a: Audit) -> Iterator[str]:
     first, *rest = a.summary
     yield from (f"{a.name} on {a.device}: {first}", *rest)
+    rows = [*told(a.findings)]
     for name in PROPERTIES:
-        mine = a.of(name)
+        mine = [row for row in rows if row[0].property == name]
         yield name if mine else f"{name}: none found"
-        for f in mine:
+        for f, use, gain in mine:
             yield f"  {units.scaled_numbers(f.what)}"
             yield f"    at {short_place(f.where)}"
-            yield f"    {'; '.join(filter(None, (f.use(), f.gain())))}"
+            yield f"    {'; '.join(filter(None, (use, gain)))}"
     if a.parts:
         yield f"limits by line (the program as written: {a.bottleneck})"
     rows = [

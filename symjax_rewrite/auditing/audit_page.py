@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from symjax_rewrite.auditing.findings import Finding
+from symjax_rewrite.auditing.findings import Finding, told
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.bottlenecks import Bottleneck
 from symjax_rewrite.reports.html import Html, bar, fragment, page, row, table, tag
@@ -28,17 +28,17 @@ def _parts(audit: Any) -> Iterator[Html]:
     yield tag("h1", f"{audit.name} on {audit.device}")
     yield from (tag("p", line) for line in audit.summary)
     yield tag("h2", "Properties")
-    yield table(HEADS, map(_finding, audit.findings), "stacked")
+    yield table(HEADS, (_finding(*each) for each in told(audit.findings)), "stacked")
     if audit.missing:
         yield tag("p", f"None found: {', '.join(audit.missing)}.", kind="dim")
     yield tag("h2", f"Limits by line: {audit.bottleneck or 'nothing priced'}")
     yield table(("line", "limit", "seconds", "share"), map(_limit, audit.parts), "stacked limits")
 
 
-def _finding(f: Finding) -> Html:
+def _finding(f: Finding, use: str, gain: str) -> Html:
     line = tag("code", short_place(f.where))
-    use = tag("span", f.use(), kind="good" if f.taken else "bad")
-    return row((tag("b", f.property), units.scaled_numbers(f.what), line, use, f.gain()))
+    mark = tag("span", use, kind="good" if f.taken else "bad")
+    return row((tag("b", f.property), units.scaled_numbers(f.what), line, mark, gain))
 
 
 def _limit(p: Bottleneck) -> Html:

@@ -5,7 +5,7 @@ A candidate uses a trait if it computes the trait's line and is of a kind that u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +98,18 @@ class Finding:
         told = self.ratio is None or self.reason.startswith(units.PREDICTED)
         ratio = "" if told else f"{units.speed(self.ratio or 0)} there"
         return ", ".join(filter(None, (saved, ratio)))
+
+
+def told(found: Iterable[Finding]) -> Iterator[tuple[Finding, str, str]]:
+    """Yield findings with what uses them and the gain; a gain that several share is told once."""
+    seen: set[tuple] = set()
+    for f in found:
+        use = f.used_by, f.reason, f.saved_s, f.ratio
+        if f.taken and f.saved_s and use in seen:
+            yield f, f"used by {f.used_by} too: the same gain", ""
+        else:
+            yield f, f.use(), f.gain()
+        seen.add(use)
 
 
 @dataclass(slots=True)
@@ -249,7 +261,7 @@ def _of_use(use: _Use) -> Iterator[Finding]:
     for trait in use.traits:
         yield Finding(trait.property, trait.what, trait.where, *mine)
     if all(t.property != main for t in use.traits):
-        what = use.reason or use.name if use.taken else f"a place for {use.name}"
+        what = use.reason or use.name if use.taken else f"considered for {use.name}"
         yield Finding(main, what, use.where, *mine)
 
 

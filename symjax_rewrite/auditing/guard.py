@@ -10,6 +10,7 @@ from symjax_rewrite.auditing.tracing import Decision, TracedFunction, trace
 from symjax_rewrite.errors import CliffError, UsageError
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import law_of
+from symjax_rewrite.reports.places import short_place
 from symjax_rewrite.reports.report import Report
 from symjax_rewrite.rewriting.rule import PASSES
 from symjax_rewrite.rules import packs
@@ -31,6 +32,13 @@ class GuardResult:
     where: str
     device: str
     note: str = ""
+
+    def __str__(self) -> str:
+        if self.regret is None:
+            return f"unknown: {self.note}"
+        at = f" ({short_place(self.where)})" if self.where else ""
+        largest = f"largest intermediate {units.size(self.largest_intermediate)}{at}"
+        return f"ok: regret {self.regret:.2f} on {self.device}, {largest}"
 
 
 def guard(

@@ -11,7 +11,6 @@ from symjax_rewrite.command_line.arguments import GivenArguments
 from symjax_rewrite.command_line.main import FOUND, OK, UNKNOWN, one_line
 from symjax_rewrite.command_line.program import bound, load, program_parser, traced
 from symjax_rewrite.errors import CliffError
-from symjax_rewrite.reports import units
 
 
 def guard(argv: Sequence[str]) -> int:
@@ -34,12 +33,6 @@ def guard(argv: Sequence[str]) -> int:
     is_known = found.regret is not None
     if options.json:
         print(json.dumps({"ok": is_known, **asdict(found)}, indent=1))
-    elif is_known:
-        largest = units.size(found.largest_intermediate)
-        at = f" ({found.where})" if found.where else ""
-        print(
-            f"ok: regret {found.regret:.2f} on {found.device}, largest intermediate {largest}{at}"
-        )
     else:
-        print(f"unknown: {found.note}")
+        print(found)
     return OK if is_known else UNKNOWN

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError, UsageError
+from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError, UsageError, choice
 
 OK, FOUND, UNKNOWN = 0, 1, 2
 EXIT_CODES = "exit codes: 0 ok; 1 a cliff, a difference or a wrong rule; 2 wrong use or unknown"
@@ -69,11 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(importlib.metadata.version("symjax_rewrite"))
         return OK
     if given[0] not in COMMANDS:
-        names = ", ".join(COMMANDS)
-        print(f"error: no command {given[0]!r} (expected one of {names})", file=sys.stderr)
-        return UNKNOWN
+        return _printed(UsageError("no such command", **choice(given[0], COMMANDS)))
     try:
-        return _command(given[0].replace("-", "_"))(given[1:])
+        code = _command(given[0].replace("-", "_"))(given[1:])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except SystemExit as error:  # of argparse, which has printed the help, or of the user's module
         return error.code if isinstance(error.code, int) else UNKNOWN
     except KeyboardInterrupt:

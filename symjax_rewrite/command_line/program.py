@@ -17,7 +17,7 @@ import jax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.command_line.arguments import GivenArguments
 from symjax_rewrite.command_line.main import command_parser
-from symjax_rewrite.errors import SymjaxError, UsageError
+from symjax_rewrite.errors import SymjaxError, UsageError, choice
 
 Found = TypeVar("Found")
 # Folders of code that is not the user's.
@@ -77,15 +77,19 @@ def load(name: str) -> Any:
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError("no such function", expected=_nearest(part, found), got=repr(name))
+            near = _nearest(part, found)
+            remedy = choice(part, near).get("remedy")
+            raise UsageError(
+                "no such function", expected=", ".join(near), got=repr(name), remedy=remedy
+            )
         found = getattr(found, part)
     return found
 
 
-def _nearest(name: str, holder: Any) -> str:
+def _nearest(name: str, holder: Any) -> list[str]:
     """Return the public functions of a module or class whose names are most like a given one."""
     public = [n for n, x in vars(holder).items() if callable(x) and not n.startswith("_")]
-    return ", ".join(difflib.get_close_matches(name, public, n=5, cutoff=0.0))
+    return difflib.get_close_matches(name, public, n=5, cutoff=0.0)
 
 
 def bound(fun: Any, given: GivenArguments) -> tuple[Any, list[Any]]:
@@ -125,9 +129,12 @@ def traced(run: Callable[[], Found], options: argparse.Namespace) -> Found:
     except SymjaxError:
         raise
     except Exception as error:  # tracing runs the user's function, which may raise anything
-        at = " ".join(options.args) or "no arguments"
-        what = f"{options.function} cannot be traced at {at}: {_kind(error)}"
-        raise UsageError(what, where=_users_line(error)) from error
+        at = f"at {' '.join(options.args)}" if options.args else "without --args"
+        what = f"{options.function} cannot be traced {at}: {_kind(error)}"
+        where = _users_line(error)
+        is_call = isinstance(error, TypeError) and not where  # of the function itself
+        remedy = "give --args one text for each argument" if is_call else None
+        raise UsageError(what, where=where, remedy=remedy) from error
 
 
 def _to_import(module: str, error: Exception) -> str:

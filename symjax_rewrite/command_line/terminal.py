@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from symjax_rewrite.text_tables import aligned
+
+PAUSE_S = 10.0
 
 
 def is_terminal() -> bool:
@@ -30,9 +33,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr while something runs; yields a function that names the next step."""
+    """Show a bar on stderr while something runs; yields a function that names the next step.
+
+    In a pipe a line names the step at hand, at most one in `PAUSE_S` seconds.
+    """
     if not is_terminal():
-        yield lambda _: None
+        yield _plain_steps(title, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,3 +56,17 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
             started = True
 
         yield step
+
+
+def _plain_steps(title: str, total: int) -> Callable[[str], None]:
+    """Return a function that prints the next step, if the last line is long ago."""
+    done, printed = 0, time.monotonic()
+
+    def step(name: str) -> None:
+        nonlocal done, printed
+        done += 1
+        if time.monotonic() - printed > PAUSE_S:
+            printed = time.monotonic()
+            print(f"{title}: {name} ({done} of {total})", file=sys.stderr, flush=True)
+
+    return step

@@ -15,7 +15,7 @@ from symjax_rewrite.ir.egraph import ORIGINAL
 from symjax_rewrite.ir.term import LEAF, Node, Ref
 from symjax_rewrite.reports.index_notation import Name, TermWriter
 from symjax_rewrite.rewriting.rule import Axiom, Lemma
-from symjax_rewrite.usage_records import Change
+from symjax_rewrite.usage_records import Change, RouteUse
 
 LONGEST = 400  # characters of one side
 
@@ -40,8 +40,8 @@ class Derivations:
     def __init__(self, rules: Mapping[str, Axiom | Lemma], names: Mapping[int, str]) -> None:
         self.rules, self.names = rules, names
 
-    def steps(self, change: Change) -> list[DerivationStep]:
-        """Return the steps of a change that rules made; none for a kernel or a loop."""
+    def steps(self, change: Change | RouteUse) -> list[DerivationStep]:
+        """Return the steps of a form that rules derive; none for a kernel or a loop."""
         out: dict[DerivationStep, None] = {}
         for part in change.parts:
             for form, roots in _forms(part):

@@ -14,9 +14,9 @@ from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.reports.bottlenecks import Bottleneck, bottlenecks, kernel_times
 from symjax_rewrite.reports.crossovers import Advice, Facts, advise
 from symjax_rewrite.reports.derivation import Derivations, DerivationStep
-from symjax_rewrite.reports.program_cost import ProgramTerms, is_priced
+from symjax_rewrite.reports.program_cost import ProgramTerms, unpriced
 from symjax_rewrite.reports.statements import Statement, Statements
-from symjax_rewrite.usage_records import Change
+from symjax_rewrite.usage_records import Change, RouteUse
 
 MOST_STATEMENTS = 2000  # of one side
 
@@ -69,8 +69,8 @@ class Details:
     def _written(self) -> Statements:
         return Statements(self.sides[0], {})
 
-    def steps(self, change: Change) -> list[DerivationStep]:
-        """Return the derivation of a change, step by step."""
+    def steps(self, change: Change | RouteUse) -> list[DerivationStep]:
+        """Return the derivation of a change, or of a refused form, step by step."""
         return self._derivations.steps(change)
 
     @functools.cached_property
@@ -86,11 +86,8 @@ class Details:
     @functools.cached_property
     def unpriced(self) -> dict[str, int]:
         """Return the primitives of the program as written that no model prices, with counts."""
-        eqns = (e.eqn for e in self.sides[0].equations())
-        sample = self.result.sample
-        return dict(
-            Counter(e.primitive.name for e in eqns if not is_priced(e, self.pricing, sample))
-        )
+        found = unpriced(self.sides[0], self.pricing, self.result.sample)
+        return dict(Counter(e.primitive.name for e in found))
 
     @property
     def seconds_by_line(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ from symjax_rewrite.reports.text import (
     title,
     unpriced,
 )
-from symjax_rewrite.usage_records import Change
+from symjax_rewrite.usage_records import Change, RouteUse
 
 MOST_FORMULAS = 200  # different lines of one side
 MOST_STEPS = 40  # of one change
@@ -101,14 +101,14 @@ def _cost_row(report: Record, field: str, cells: tuple[str, str, str, str]) -> H
 
 
 def _done(report: Record) -> Iterator[Html]:
-    groups = grouped(report.changes)
+    groups = grouped(report)
     yield from [tag("h2", "What was done")] if groups else []
     for change, places, ratio in groups:
         yield _candidate("taken", title(change), ratio, places)
         yield from _derivation(report, change)
 
 
-def _derivation(report: Record, change: Change) -> Iterator[Html]:
+def _derivation(report: Record, change: Change | RouteUse) -> Iterator[Html]:
     steps = report.details.steps(change)[:MOST_STEPS]
     if steps:
         summary = tag("summary", f"Derivation, {len(steps)} step{'s' * (len(steps) > 1)}")
@@ -152,6 +152,7 @@ def _candidates(report: Record) -> Iterator[Html]:
     for use in refused:
         text = f"{named(use)}: {refusal(use)}"
         yield _candidate("refused", text, None, use.places, remedy(use))
+        yield from _derivation(report, use)
 
 
 # ---------------------------------------------------------------- formulas and sources

@@ -8,6 +8,7 @@ import re
 from symjax_rewrite.errors import readable_place
 
 _PLACE = re.compile(r"(.*):(\d+) \((.*)\)$", re.DOTALL)
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 
 
 def place(where: str) -> tuple[str, int, str] | None:
@@ -17,10 +18,19 @@ def place(where: str) -> tuple[str, int, str] | None:
 
 
 def short_place(where: str) -> str:
-    """Return a source line by its notebook cell, or by its path from the working directory."""
+    """Return a source line by its notebook cell, or by the shortest path that names its file.
+
+    This is the path from the working directory, or from the folder of installed packages.
+
+    Example:
+        >>> short_place("/env/lib/python3.12/site-packages/flax/linen/linear.py:199 (Dense)")
+        'flax/linen/linear.py:199 (Dense)'
+    """
     at, cell = place(where), readable_place(where)
     if at is None or cell != where:
         return cell or "an unknown line"
     path, line, function = at
+    installed = _INSTALLED.match(path)
     inside = os.path.abspath(path).startswith(os.getcwd() + os.sep)
-    return f"{os.path.relpath(path) if inside else path}:{line} ({function})"
+    short = path[installed.end() :] if installed else os.path.relpath(path) if inside else path
+    return f"{short}:{line} ({function})"

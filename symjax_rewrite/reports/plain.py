@@ -3,14 +3,14 @@
 The schema is stable: `version` grows when a field changes its meaning or goes; new fields do not
 change it. Seconds are in seconds, sizes in bytes; symbolic sizes and jaxprs are text; null is "no
 price". `changes` holds what was taken, with `steps` of its derivation; `routes` every candidate
-with its reason, of a refusal its `obstacle` and `remedy`, what the user could change; `lines` the
-predicted seconds of each source line as written.
+with its reason, of a refusal its `obstacle`, its `remedy`, what the user could change, and the
+`steps` that derive the refused form; `lines` the predicted seconds of each source line as written.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from symjax_rewrite.obstacles import obstacle_of
@@ -45,8 +45,8 @@ def as_data(report: Record) -> dict[str, Any]:
         "after": before if is_same else _side(report.after, details.after),
         "rules": [asdict(r) for r in report.rules],
         "changes": [_change(report, c) for c in report.changes],
-        "routes": [_route(r) for r in report.routes],
-        "best_alternative": None if best is None else _route(best),
+        "routes": [_route(report, r) for r in report.routes],
+        "best_alternative": None if best is None else _route(report, best),
         "crossovers": report.crossovers,
         "advice": [asdict(a) for a in details.crossovers],
         "lines": [{"where": w, "seconds": seconds.get(w, 0.0)} for w in details.lines],
@@ -77,6 +77,8 @@ def _change(report: Record, change: Change) -> dict[str, Any]:
     }
 
 
-def _route(use: RouteUse) -> dict[str, Any]:
-    obstacle = None if use.taken else obstacle_of(use.reason)
-    return {**asdict(use), "obstacle": obstacle, "remedy": "" if use.taken else remedy(use)}
+def _route(report: Record, use: RouteUse) -> dict[str, Any]:
+    obstacle, advice = (None, "") if use.taken else (obstacle_of(use.reason), remedy(use))
+    steps = [asdict(s) for s in report.details.steps(use)]
+    row = {f.name: getattr(use, f.name) for f in fields(use) if f.name != "parts"}
+    return {**row, "obstacle": obstacle, "remedy": advice, "steps": steps}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,10 +254,13 @@ def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     return Traffic(moved, _pass_seconds(eqn, at_sample(moved, sample), device, sample), 1)
 
 
-def is_priced(eqn: JaxprEqn, device: Device, sample: Sample) -> bool:
-    """Return True if the traffic and FLOPs of an equation are known."""
-    found = equation_traffic(eqn, device, sample)
-    return None not in (found.bytes, found.seconds, _equation_flops(eqn, device))
+def unpriced(terms: ProgramTerms, device: Device, sample: Sample) -> Iterator[JaxprEqn]:
+    """Yield the equations of a program whose FLOPs are unknown, or that no term or price covers."""
+    native = {id(e) for e in terms.equations()}
+    for e in terms.t.program.equations:
+        found = equation_traffic(e.eqn, device, sample) if id(e) in native else Traffic()
+        if None in (found.bytes, found.seconds, _equation_flops(e.eqn, device)):
+            yield e.eqn
 
 
 def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:

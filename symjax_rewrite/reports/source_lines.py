@@ -79,8 +79,7 @@ def _notes(report: Record) -> dict[tuple[str, int], list[Note]]:
     """Return what was taken and refused, by file and line."""
     out: dict[tuple[str, int], list[Note]] = defaultdict(list)
     found = [
-        (places, Note("taken", title(c) + gain_there(gain)))
-        for c, places, gain in grouped(report.changes)
+        (places, Note("taken", title(c) + gain_there(gain))) for c, places, gain in grouped(report)
     ]
     found += [
         (use.places, Note("refused", f"{named(use)}: {refusal(use)}")) for use in considered(report)

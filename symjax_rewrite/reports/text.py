@@ -8,23 +8,24 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from symjax_rewrite.obstacles import Objection, obstacle_of
+from symjax_rewrite.obstacles import Objection, Obstacle, obstacle_of
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.places import short_place
 from symjax_rewrite.reports.record import Record
-from symjax_rewrite.reports.remedies import remedy
-from symjax_rewrite.text_tables import aligned
+from symjax_rewrite.reports.remedies import BY_HAND, remedy
+from symjax_rewrite.text_tables import NOT_SEARCHED, aligned
 from symjax_rewrite.usage_records import Change, RouteUse
 
 # Rows of the table: label, field of `Side`, its text.
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("model time", "seconds", units.duration),
-    ("FLOPs", "flops", units.flops),
+    ("FLOPs of products", "flops", units.flops),
     ("memory traffic", "bytes", units.size),
     ("largest intermediate", "largest_intermediate", units.size),
     ("peak memory", "peak_bytes", units.size),
     ("kernel launches", "launches", units.count),
 )
+SEARCH = "search"  # the name of refusals that say why a part was not searched
 # The factor of a reason that opens with a predicted gain.
 _FACTOR = re.compile(rf"(?<=^{units.PREDICTED})[\d.]+×")
 MOST_PLACES = 4  # source lines named for one entry
@@ -46,7 +47,7 @@ def headline(report: Record) -> str:
     is_symbolic = not (units.is_number(before.flops) or units.is_number(after.flops))
     if is_symbolic and before.flops != after.flops:
         gains.append(f"FLOPs {before.flops} to {after.flops}")
-    gain = before.seconds and after.seconds and before.seconds / after.seconds
+    gain = _gain(report)
     if gain and (said := units.speed(gain)) != "no faster":
         times = f"{units.duration(before.seconds)} to {units.duration(after.seconds)}"
         there = f" at {units.sizes(report.sample)}" if report.sample else ""
@@ -56,6 +57,12 @@ def headline(report: Record) -> str:
         if units.is_number(b, a) and a and b > 1.25 * a:
             gains.append(f"{label} {units.ratio(b / a)} smaller")
     return f"{where}: {'; '.join(gains) or _gain_of_parts(report)}"
+
+
+def _gain(report: Record) -> float | None:
+    """Return the predicted speedup of the whole program; None if it has no price."""
+    before_s, after_s = report.before.seconds, report.after.seconds
+    return before_s / after_s if before_s and after_s else None
 
 
 def _gain_of_parts(report: Record) -> str:
@@ -72,7 +79,9 @@ def _alternative(report: Record) -> str:
         return "; which form is cheaper depends on the sizes"
     best = report.best_alternative
     if best is None:
-        return ""
+        return (
+            "; no form considered applies" if considered(report) else "; no cheaper form is known"
+        )
     said = units.speed(best.ratio or 0)
     if not said.endswith("as fast"):
         return "; no form considered is predicted faster"
@@ -103,27 +112,33 @@ def cost_rows(report: Record) -> Iterator[tuple[str, tuple[str, str, str, str]]]
     for label, name, text in ROWS:
         b, a = getattr(report.before, name), getattr(report.after, name)
         if name == "flops" and b == a == 0:
-            continue  # FLOPs are those of products: without a product there is nothing to compare
+            continue  # without a product there is nothing to compare
         yield name, (label, text(b), text(a), units.ratio_of(b, a))
 
 
 def _done(report: Record) -> Iterator[str]:
-    groups = grouped(report.changes)
+    groups = grouped(report)
     yield from ["done:"] if groups else []
     for change, places, ratio in groups:
         yield f"  {title(change)}{gain_there(ratio)}"
         yield from _places(places)
 
 
-def grouped(changes: list[Change]) -> list[tuple[Change, dict[str, int], float | None]]:
-    """Return equal changes once, with the number of their places by line and the least gain."""
+def grouped(report: Record) -> list[tuple[Change, dict[str, int], float | None]]:
+    """Return equal changes once, with the number of their places by line and the least gain.
+
+    A change that stands alone is the gain of the whole program. Its own gain is left out where it
+    is smaller: a pass compares less than the report counts, such as what was fused into a loop.
+    """
     out: dict[tuple, tuple[Change, dict[str, int], list[float]]] = {}
-    for c in changes:
+    for c in report.changes:
         _, places, ratios = out.setdefault((c.name, c.rules, c.reason), (c, {}, []))
         for where, count in c.places.items():
             places[where] = places.get(where, 0) + count
         ratios += [] if c.ratio is None else [c.ratio]
-    return [(c, places, min(ratios, default=None)) for c, places, ratios in out.values()]
+    whole = _gain(report) or 0.0 if len(out) == 1 else 0.0
+    found = ((c, places, min(ratios, default=None)) for c, places, ratios in out.values())
+    return [(c, places, gain if (gain or 0.0) >= whole else None) for c, places, gain in found]
 
 
 def gain_there(ratio: float | None) -> str:
@@ -161,17 +176,23 @@ def _refused(report: Record) -> Iterator[str]:
     for use in refused:
         yield f"  {named(use)}: {refusal(use)}"
         yield from _places(use.places)
-        if advice := remedy(use):
-            yield f"    to change: {advice}"
+        advice = remedy(use)
+        yield from [f"    to change: {advice}"] if advice else []
+        if advice == BY_HAND:
+            yield from (f"      {s.before}\n      = {s.after}" for s in report.details.steps(use))
 
 
 def considered(report: Record) -> list[RouteUse]:
     """Return what was refused, the highest predicted gain first.
 
-    Refusals that differ by their predicted gain alone are one, with the range of the gains.
+    Refusals that differ by their predicted gain alone are one, with the range of the gains. Left
+    out are conflicts with what was done at all their lines, and parts that were not searched.
     """
+    rewritten = {where for c in report.changes for where in c.places}
     groups: dict[tuple, list[RouteUse]] = defaultdict(list)
-    for use in (r for r in report.routes if not r.taken):
+    for use in (r for r in report.routes if not r.taken and r.name != SEARCH):
+        if obstacle_of(use.reason) is Obstacle.CONFLICT and rewritten.issuperset(use.places):
+            continue
         groups[use.name, use.rules, _FACTOR.sub("", use.reason)].append(use)
     return sorted(map(_merged, groups.values()), key=lambda r: -(r.ratio or 0))
 
@@ -206,5 +227,9 @@ def _search(report: Record) -> Iterator[str]:
 
 
 def search(report: Record) -> str:
-    """Return how the search among equal forms ended, for a reader."""
-    return report.stop.replace("saturated", "complete (saturated)")
+    """Return how the search among equal forms ended, and why some lines were left out of it."""
+    left_out = [r for r in report.routes if r.name == SEARCH]
+    lines = len({where for r in left_out for where in r.places})
+    why = "; ".join(dict.fromkeys(r.reason.removeprefix(NOT_SEARCHED) for r in left_out))
+    said = f", without {lines} line{'s' * (lines > 1)} ({why})" if left_out else ""
+    return report.stop.replace("saturated", "complete (saturated)") + said

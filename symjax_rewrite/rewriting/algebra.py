@@ -20,6 +20,7 @@ from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import least_seconds, nearest, savings_bound
+from symjax_rewrite.text_tables import NOT_SEARCHED
 from symjax_rewrite.usage_records import ratio_of
 
 REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
@@ -109,9 +110,9 @@ def _without_savings(terms: Terms, regions: list[Region], whole_s: float) -> dic
         saved_s = places[key] * savings_bound(cost, g, region, model)
         least = None if t.dim_env else least_seconds(g, region, model)
         if not margins.gains_share(saved_s, whole_s, "program", device):
-            reasons[key] = Obstacle.SHARE(f"no rule was tried: {margins.little(device)}")
+            reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}{margins.little(device)}")
         elif least is not None and not margins.pays(cost.seconds, least, "dominating", device):
-            reasons[key] = Obstacle.SHARE("no rule was tried: one product and little beside it")
+            reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}one product and little beside it")
     return reasons
 
 
