@@ -58,7 +58,8 @@ class Result:
     it; None if the model has chosen. spent: the limit of the budget by which the program, or a body
     in it, was kept as written. emitted: the jaxpr of `program`, once it has been made. changes: the
     candidates that were taken. passes: seconds by pass. defers: True if kernels of GPUs are traced
-    only where the program is lowered for one.
+    only where the program is lowered for one. near: True if the decision is for sizes near the
+    sample; the crossovers are those of all sizes.
     """
 
     closed: ClosedJaxpr
@@ -78,6 +79,7 @@ class Result:
     emitted: ClosedJaxpr | None = None
     choices: frozenset[str] | None = None
     defers: bool = False
+    near: bool = False
 
     @property
     def taken(self) -> bool:

@@ -19,7 +19,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -185,9 +185,8 @@ class SizePlans:
         named: the program traced for all sizes. traced: the function and the values it was traced
         at.
         """
-        ranges = {n: (-(-size // 2), 2 * size) for n, size in sizes.items()}
-        facts = [f"{n} >= {low}" for n, (low, _) in ranges.items()]
-        facts += [f"{n} <= {high}" for n, (_, high) in ranges.items()]
+        ranges = ranges_near(sizes)
+        facts = facts_of(ranges)
         if named is None:
             flat, values = traced
             named = _traced(flat, self.specs([jax.typeof(v) for v in values], facts))
@@ -208,21 +207,33 @@ class SizePlans:
             self._plans.put(key, plan)
         return plan
 
-    def trace(self, plain: Any, args: tuple, kwargs: dict[str, Any]) -> ClosedJaxpr | None:
-        """Return a `jax.jit` object traced with symbolic sizes; None if it cannot be."""
+    def explained(self, plain: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the decision for a `jax.jit` object at some arguments; None if no plan covers it.
+
+        It is priced at the sizes of the arguments. Its crossovers are those of all sizes.
+        """
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [k for k, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
         avals = [jax_internals.array_aval(leaves[k].shape, leaves[k].dtype) for k in places]
-        if self._sizes([a.shape for a in avals]) is None:
+        sizes = self._sizes([a.shape for a in avals])
+        if sizes is None:
             return None
         for k, spec in zip(places, self.specs(avals), strict=True):
             leaves[k] = spec
-        args, kwargs = jax.tree.unflatten(tree, leaves)
+        named_args, named_kwargs = jax.tree.unflatten(tree, leaves)
         try:
-            return plain.trace(*args, **kwargs).jaxpr
+            named = plain.trace(*named_args, **named_kwargs).jaxpr
         except Exception as error:  # the user's function may need numbers for its sizes
             logger.warning("explained at these sizes alone: not traced for all (%s)", error)
             return None
+        result = self.worker.decide(named)
+        near = self.worker.under(facts_of(ranges_near(sizes))).decide(named)
+        if not (result.taken and result.settled):
+            alone = self.worker.decide(plain.trace(*args, **kwargs).jaxpr)
+            runs = near if near.settled and _changes(near) == _changes(alone) else alone
+        else:
+            runs = near if _changes(near) == _changes(result) else result
+        return replace(runs, crossovers=result.crossovers, time_s=result.time_s, near=True)
 
     def specs(self, avals: Sequence[Any], facts: Sequence[str] = ()) -> list[Any]:
         """Return arrays as specs with symbolic sizes, under some facts and those assumed."""
@@ -245,6 +256,17 @@ class SizePlans:
         usable = result.taken and result.settled
         whole = [RangePlan({}, closed, self.worker.emitted(result))] if usable else []
         return SizePlan(closed, whole)
+
+
+def ranges_near(sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the range from half of every size to twice."""
+    return {n: (-(-size // 2), 2 * size) for n, size in sizes.items()}
+
+
+def facts_of(ranges: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the facts that every size is in its range."""
+    lows = [f"{n} >= {low}" for n, (low, _) in ranges.items()]
+    return lows + [f"{n} <= {high}" for n, (_, high) in ranges.items()]
 
 
 def _traced(flat: Callable[..., Any], specs: Sequence[Any]) -> ClosedJaxpr | None:

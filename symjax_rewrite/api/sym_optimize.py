@@ -446,10 +446,11 @@ class _Worker:
         from symjax_rewrite.optimizer import Result
         from symjax_rewrite.reports.builder import make_report
 
-        closed = self.plans and self.plans.trace(plain, args, kwargs)
-        closed = closed or plain.trace(*args, **kwargs).jaxpr
         off = why_off()
-        result = self.decide(closed) if off is None else Result(closed, stop=off)
+        result = self.plans and off is None and self.plans.explained(plain, args, kwargs)
+        if not result:
+            closed = plain.trace(*args, **kwargs).jaxpr
+            result = self.decide(closed) if off is None else Result(closed, stop=off)
         return make_report(result, self.optimiser())
 
 

@@ -27,7 +27,8 @@ class Advice:
 
     written, other: FLOPs of both forms. moved: bytes that they move. equal_at: the sizes at which
     the FLOPs are equal. undecided: the inequalities that are not proved. facts: for `assume=`, with
-    which the other form is taken; empty if none were found.
+    which the other form is taken; empty if none were found. near: True if the choice was made for
+    sizes near those of the arguments.
     """
 
     written: str
@@ -36,6 +37,7 @@ class Advice:
     undecided: tuple[str, ...]
     facts: Facts
     moved: tuple[str, str]
+    near: bool = False
 
     def __str__(self) -> str:
         if self.written == self.other:
@@ -46,23 +48,26 @@ class Advice:
 
     def advice(self) -> str:
         """Return the argument of `sym_optimize` that decides for the other form, as a sentence."""
+        if self.near:
+            return "chosen for sizes from half to twice those of the arguments"
         if not self.facts:
             return "no fact about two sizes was found that decides for the other form"
         return f"assume={self.facts!r} takes the other form"
 
 
-def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool]) -> Advice:
+def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool] | None) -> Advice:
     """Return what is undecided in a crossover, and facts that decide it.
 
     found: the costs of both forms. given: the facts that the user has passed. takes: does the
-    optimiser take another form under these facts, beside those given?
+    optimiser take another form under these facts, beside those given? None if it has chosen for
+    sizes near those of the arguments, so that nothing is undecided.
     """
     gain = found.before.flops - found.after.flops
     saved = found.before.bytes - found.after.bytes
     known = Assumptions(given)
     both = (gain, "no more FLOPs"), (saved, "no more memory traffic")
-    open_ = [(p, text) for p, text in both if not known.nonnegative(p)]
-    facts = next(_deciding(gain, saved, given, takes), ())
+    open_ = [(p, text) for p, text in both if takes and not known.nonnegative(p)]
+    facts = next(_deciding(gain, saved, given, takes), ()) if takes else ()
     return Advice(
         text_of(found.before.flops),
         text_of(found.after.flops),
@@ -70,6 +75,7 @@ def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool]) -> Ad
         tuple(f"{inequality(p)} ({text})" for p, text in open_),
         facts,
         (text_of(found.before.bytes), text_of(found.after.bytes)),
+        takes is None,
     )
 
 

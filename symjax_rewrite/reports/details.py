@@ -42,7 +42,8 @@ class Details:
     def crossovers(self) -> list[Advice]:
         """Return what is undecided for symbolic sizes, with facts that decide it."""
         given = self.optimiser.options.assume
-        found = [advise(c, given, self._takes) for c in self.result.crossovers]
+        takes = None if self.result.near else self._takes
+        found = [advise(c, given, takes) for c in self.result.crossovers]
         return list({str(c): c for c in found}.values())
 
     def _takes(self, facts: Facts) -> bool:

@@ -123,7 +123,7 @@ def _step(step: DerivationStep) -> Html:
 
 def _undecided(report: Record) -> Iterator[Html]:
     advice = report.details.crossovers
-    yield from [tag("h2", "Undecided for symbolic sizes")] if advice else []
+    yield from [tag("h2", "What depends on symbolic sizes")] if advice else []
     for each in advice:
         yield tag("p", str(each))
         for text in each.undecided:

@@ -55,7 +55,24 @@ def test_explain_shows_the_plan_for_all_sizes(runs):
     report = f.explain(*rows(2, 6))
     assert [r.name for r in report.routes if r.taken] == ["fold"]
     assert "T**2*b" in next(r.reason for r in report.routes if r.taken)
-    assert len(runs) == 1
+
+
+def test_explain_prices_at_the_sizes_of_the_arguments():
+    f = sym_optimize(attention, dims="b T 8, b T 8, b T 8")
+    small, large = (f.explain(*[jax.ShapeDtypeStruct((2, t, 8), F32)] * 3) for t in (16, 1500))
+    assert (small.sample, large.sample) == ({"b": 2, "T": 16}, {"b": 2, "T": 1500})
+    assert large.before.seconds / large.after.seconds > small.before.seconds / small.after.seconds
+
+
+def test_explain_shows_what_runs_at_the_sizes_and_the_crossovers_of_all():
+    f = sym_optimize(lambda x, w, a, b: x @ (w + a @ b), dims="T d, d d, d r, r d")
+    few, many = (
+        f.explain(*shaped((rows, 512), (512, 512), (512, 16), (16, 512))) for rows in (8, 4096)
+    )
+    assert [rule.name for rule in few.rules] == ["lora"]
+    assert not many.rules
+    for report in (few, many):
+        assert "equal at T = d/2\n    chosen for sizes from half to twice" in str(report)
 
 
 def annotated(
