@@ -22,6 +22,7 @@ from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.bodies import Bodies
 from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
 from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
+from symjax_rewrite.loops.paired_steps import PairedSteps
 from symjax_rewrite.rewriting.algebra import Algebra
 from symjax_rewrite.rewriting.column_reductions import ColumnReductions
 from symjax_rewrite.rewriting.column_scans import ColumnScans
@@ -34,6 +35,7 @@ _gradient_kernel = partial(loop_kernel, gradient=True)
 
 PASSES: tuple[Pass, ...] = (
     DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
+    PairedSteps(),  # a loop and its backward loop → steps optimised together, with a fold
     AffineTrees(loop_kernel),  # a tree of affine steps and its derivatives → loops or kernels
     ImprovedLoops(loop_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places

@@ -12,11 +12,11 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
-from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.loops.program_partition import CutProgram, split
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 from symjax_rewrite.reports.builder import make_report

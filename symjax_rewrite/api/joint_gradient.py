@@ -17,16 +17,10 @@ import jax
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.linear_zeros import with_zero
-from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.cost.profile_groups import SLOW_MAPS
-from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
-from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-
-FUSED = (ELEMENTWISE | VIEWS | {"iota", "slice", "concatenate", "pad", "rev"}) - SLOW_MAPS
-CHEAP = FUSED | SLOW_MAPS | {"reduce_sum", "reduce_max", "reduce_min"}
-MEMORY = 1.05  # bound on the bytes of residuals, relative to those of plain reverse mode
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.loops.linear_zeros import with_zero
+from symjax_rewrite.loops.program_partition import CutProgram, smallest_split, without_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +142,15 @@ class Joint:
 
     def halves(self, optimised: ClosedJaxpr, primals: Sequence[Any]) -> Halves | None:
         """Cut the optimised joint program; return None if a result depends on a cotangent."""
-        written, optimised = (_without_barrier(p, self.known) for p in (self.closed, optimised))
+        written, optimised = (without_barrier(p, self.known) for p in (self.closed, optimised))
         count = len(written.jaxpr.outvars)
         first, given = _needed_part(written, [k < self.results for k in range(count)])
         pull, used = _needed_part(written, [k >= self.results for k in range(count)])
         reads = [k for k in used if k < self.known]
-        parts = self._parts(optimised, reads)
+        jaxpr = optimised.jaxpr
+        free = {jaxpr.invars[k] for k in reads}
+        free.update(v for v in jaxpr.outvars[: self.results] if not jax_internals.is_literal(v))
+        parts = smallest_split(optimised, self.known, self.results, free, self.plain_bytes)
         if parts is None:
             return None
         backward = _Backward(pull, used, parts, reads)
@@ -171,40 +168,11 @@ class Joint:
         forward = Half(*(jax_internals.make_jaxpr(f, *primals)[0] for f in (original, runs)))
         return Halves(forward, backward.half)
 
-    def _parts(self, optimised: ClosedJaxpr, reads: Sequence[int]) -> CutProgram | None:
-        """Cut at the fewest bytes, with the least rematerialisation that the bound permits."""
-        jaxpr = optimised.jaxpr
-        free = {jaxpr.invars[k] for k in reads}
-        free.update(v for v in jaxpr.outvars[: self.results] if not jax_internals.is_literal(v))
-        parts = None
-        for again in (FUSED, CHEAP, None):
-            parts = split(optimised, self.known, again, self.results, free)
-            if parts is None:
-                return None
-            kept = sum(aval_bytes(v.aval) for v in parts.kept if v not in free)
-            if kept <= MEMORY * self.plain_bytes:
-                break
-        return parts
-
 
 def _needed_part(closed: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[int]]:
     """Return the program of some outputs, and the numbers of the inputs that it reads."""
     part, read = jax_internals.live_part(closed, used)
     return part, [k for k, is_read in enumerate(read) if is_read]
-
-
-def _without_barrier(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
-    """Remove the barrier on the inputs after the first `known` inputs."""
-    late = set(closed.jaxpr.invars[known:])
-
-    def run(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        read = (v for v in eqn.invars if not jax_internals.is_literal(v))
-        if eqn.primitive.name == "optimization_barrier" and late.intersection(read):
-            return args
-        return jax_internals.eval_equation(eqn, args)
-
-    without = lambda *values: jax_internals.eval_each(closed, values, run)  # noqa: E731
-    return jax_internals.make_jaxpr(without, *closed.in_avals)[0]
 
 
 class _Backward:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -14,7 +15,9 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.loops.motion import Motion, is_hoisted, moved_seconds
 from symjax_rewrite.loops.normalization import normal_loop
+from symjax_rewrite.loops.sunk_operands import Sinkable, with_sunk_operands
 from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.rewriting.rule import FUSION
 
 
 class Bodies:
@@ -25,7 +28,12 @@ class Bodies:
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the equations that have a body with a cheaper form."""
         context.loops.update((id(e.eqn), e.eqn) for e in program.equations)
+        sinkable = Sinkable(program, context.device.loops.least_unwritten_bytes)
         for e in program.equations:
+            inside = _with_kernels(e, sinkable, context) if context.has(FUSION) else None
+            if inside is not None:
+                yield inside
+                continue
             eqn, bodies = e.eqn, []
             for spot in jax_internals.optimisable_bodies(e.eqn):
                 body = context.optimise(spot.body)
@@ -39,12 +47,31 @@ class Bodies:
                     eqn = replaced
                     bodies.append((body, spot.times))
             if bodies:
+                yield _candidate(Equation(eqn, e.invals, e.outvals), bodies)
 
-                def run(*values: Any, eqn: jax_internals.JaxprEqn = eqn) -> list[Any]:
-                    return jax_internals.eval_equation(eqn, values)
 
-                same = Replacement(e.outvals, e.invals, run, source=eqn)
-                yield Candidate("body", (same,), bodies=tuple(bodies))
+def _candidate(e: Equation, bodies: Sequence[tuple[Any, int]]) -> Candidate:
+    """Return an equation with optimised bodies in place of the equation as written."""
+    run = lambda *values: jax_internals.eval_equation(e.eqn, values)  # noqa: E731
+    return Candidate(
+        "body", (Replacement(e.outvals, e.invals, run, source=e.eqn),), bodies=tuple(bodies)
+    )
+
+
+def _with_kernels(e: Equation, sinkable: Sinkable, context: Context) -> Candidate | None:
+    """Return an equation that computes some operands itself, where its body then has a fold.
+
+    The fold evaluates masks and biases in its kernel, where it would read an array of all pairs.
+    """
+    changed = with_sunk_operands(e, sinkable)
+    if changed is None:
+        return None
+    (spot,) = jax_internals.optimisable_bodies(changed.eqn)
+    body = context.optimise(spot.body)
+    if not any(use.taken and use.name == "fold" for use in body.routes):
+        return None
+    eqn = spot.replace(changed.eqn, body.staged())
+    return None if eqn is None else _candidate(replace(changed, eqn=eqn), [(body, spot.times)])
 
 
 def _slows_steps(e: Equation, replaced: jax_internals.JaxprEqn, device: Device) -> bool:

@@ -62,7 +62,7 @@ class DifferentiatedLoops:
         if len(scans) < 2:
             return
         around = Surroundings(program)
-        for there, back in _pairs(scans, around):
+        for there, back in loop_pairs(scans, around):
             pair = _LoopAndGradient(around, there, back)
             if _improved(pair.loop(), context.device, route) is None or pair.fuses():
                 continue
@@ -90,7 +90,7 @@ def _may_sink(maker: Equation | None) -> bool:
     return maker is not None and not maker.eqn.effects and maker.name in ELEMENTWISE | VIEWS
 
 
-def _pairs(scans: list[Equation], around: Surroundings) -> Iterator[tuple[Equation, Equation]]:
+def loop_pairs(scans: list[Equation], around: Surroundings) -> Iterator[tuple[Equation, Equation]]:
     """Yield the loops with the one loop that reads their results in the other direction."""
     for there in scans:
         mine = there.eqn.params

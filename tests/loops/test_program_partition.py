@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite.api.joint_gradient import FUSED
-from symjax_rewrite.api.program_partition import split
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.loops.program_partition import FUSED, split
 
 X, Y = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), np.ones(8, np.float32)
 

@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.linear_zeros import run_with_zeros, with_zero
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.dataflow import cone
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
+from symjax_rewrite.loops.linear_zeros import run_with_zeros, with_zero
+
+FUSED = (ELEMENTWISE | VIEWS | {"iota", "slice", "concatenate", "pad", "rev"}) - SLOW_MAPS
+CHEAP = FUSED | SLOW_MAPS | {"reduce_sum", "reduce_max", "reduce_min"}
+MEMORY = 1.05  # bound on the bytes of kept values, relative to those that are kept as written
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,37 @@ def split(
     return CutProgram(
         closed, known, made, [*recomputed, *last], list(jaxpr.outvars[:results]), kept
     )
+
+
+def smallest_split(
+    closed: ClosedJaxpr, known: int, results: int, free: Collection[Var], bound: float
+) -> CutProgram | None:
+    """Cut at the fewest bytes, with the least rematerialisation that keeps few bytes.
+
+    bound: bytes that are kept as written; values `free` are not counted.
+    """
+    parts = None
+    for again in (FUSED, CHEAP, None):
+        parts = split(closed, known, again, results, free)
+        if parts is None:
+            return None
+        if sum(aval_bytes(v.aval) for v in parts.kept if v not in free) <= MEMORY * bound:
+            break
+    return parts
+
+
+def without_barrier(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
+    """Remove the barrier on the inputs after the first `known` inputs."""
+    late = set(closed.jaxpr.invars[known:])
+
+    def run(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        read = (v for v in eqn.invars if not jax_internals.is_literal(v))
+        if eqn.primitive.name == "optimization_barrier" and late.intersection(read):
+            return args
+        return jax_internals.eval_equation(eqn, args)
+
+    without = lambda *values: jax_internals.eval_each(closed, values, run)  # noqa: E731
+    return jax_internals.make_jaxpr(without, *closed.in_avals)[0]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:
