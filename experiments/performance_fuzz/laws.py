@@ -10,12 +10,14 @@ keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
 `feature_sum` and `features_at_once` of `FoldFacts`. *Rows*: products of long matrices with few
 columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained` of
-`FoldFacts`.
+`FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop; `piece_s`
+of `FoldFacts`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -199,6 +201,32 @@ def tiles(points: int = 2000) -> None:
         print(f"{width:2} features: {each:.2f} of a step an operation")
 
 
+def pieces() -> None:
+    """Print the times of the pieces of memory that slices along the last axis read and write."""
+
+    def reading(x: Any, width: int) -> Any:
+        def step(k: Any, total: Any) -> Any:
+            part = lax.optimization_barrier(lax.dynamic_slice_in_dim(x, k * width, width, 2))
+            return total + part
+
+        count = x.shape[2] // width
+        return lax.fori_loop(0, count, step, jnp.zeros((*x.shape[:2], width)))
+
+    def writing(x: Any, width: int) -> Any:
+        def step(k: Any, made: Any) -> Any:
+            part = lax.optimization_barrier(jnp.full((*x.shape[:2], width), 1.0) * k)
+            return lax.dynamic_update_slice_in_dim(made, part, k * width, 2)
+
+        return lax.fori_loop(0, x.shape[2] // width, step, 2 * x)
+
+    for shape, width in itertools.product(((8, 512, 512), (8, 500, 496), (1, 4096, 1024)), (1, 4)):
+        x = array(*shape)
+        count = x.size / width
+        for move in (reading, writing):
+            took = seconds_of(functools.partial(move, width=width), x) / count
+            print(f"{shape} by {width}, {move.__name__}: {took * 1e9:.1f} ns a piece")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -213,6 +241,7 @@ def main() -> None:
         features()
         rows()
         tiles()
+        pieces()
 
 
 if __name__ == "__main__":

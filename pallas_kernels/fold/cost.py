@@ -10,8 +10,8 @@ import numpy as np
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
-from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of
-from symjax_rewrite.pallas_kernels.fold.tiling import columns_visited, xla_blocks
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, result_axes, terms_of
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, columns_visited, xla_blocks
 
 RATES = {  # of the products of each CUDA backend, among the figures of folds
     "library": "library_share",
@@ -69,6 +69,30 @@ def visited_pairs(spec: FoldSpec, block_rows: int, block_cols: int) -> int:
 def bytes_moved(spec: FoldSpec) -> int:
     """Return the bytes of all operands and results, each once."""
     return bytes_of([*spec.avals, *flat_shapes(spec)])
+
+
+def pieces_moved(spec: FoldSpec, blocks: Blocks) -> float:
+    """Return the contiguous pieces of memory in which loops read and write the blocks of arrays.
+
+    A looped axis that is stored last leaves pieces of one element, and so does a batch axis that a
+    block holds: its products need such axes first.
+    """
+    rows, cols = max(blocks.rows, 1), max(blocks.cols, 1)
+    extent = dict.fromkeys(spec.batch, 1) | {a: spec.size[a] for a in blocks.inner}
+    extent |= {**dict(blocks.parts), spec.row: min(rows, spec.rows), spec.col: min(cols, spec.cols)}
+    across = math.prod(blocks.counts(spec).values()) * -(-spec.rows // rows)
+    along = -(-spec.cols // cols)
+
+    def pieces(axes: tuple[str, ...]) -> float:
+        sizes = [spec.extent(a) for a in axes]
+        held = [min(extent.get(a, size), size) for a, size in zip(axes, sizes, strict=True)]
+        cut = [k for k, size in enumerate(sizes) if held[k] < size]
+        lead = [k for k, a in enumerate(axes) if held[k] == 1 or a in blocks.inner]
+        turned = [k + 1 for k in lead if held[k] > 1 and not {*range(k)} <= {*lead}]
+        times = across * (along if spec.col in axes else 1) if cut else 1
+        return times * math.prod(held[: max(cut[-1:] + turned)]) if cut or turned else 0.0
+
+    return sum(map(pieces, (*[o.axes for o in spec.operands], *result_axes(spec))))
 
 
 def state_bytes(spec: FoldSpec) -> int:

@@ -50,6 +50,7 @@ LAWS_BY_UNIT = {
     "s/entry": SERIAL,  # of a loop's step, which one thread runs
     "s/element": COMPUTE,
     "s/row": COMPUTE,
+    "s/piece": SERIAL,
 }
 # The figures for which the unit does not tell.
 LAWS_BY_PATH = {

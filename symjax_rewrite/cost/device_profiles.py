@@ -271,6 +271,7 @@ CPU = Device(
         library_rows=4096,
         library_columns=640,
         turned_bytes_per_s=2e9,
+        piece_s=3e-9,
         block_s=5e-6,
         chained=0.35,
         stored_tile=4,

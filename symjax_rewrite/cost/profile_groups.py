@@ -186,6 +186,9 @@ class FoldFacts:
     turned_bytes_per_s: float = quantity(
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )
+    piece_s: float = quantity(
+        "s/piece", "contiguous pieces of blocks that loops read or write", LAWS, 0.0
+    )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
     least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(

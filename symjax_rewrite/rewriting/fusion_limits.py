@@ -61,9 +61,10 @@ class FusionLimits:
 class Chain:
     """The operations that XLA fuses into a reduction.
 
-    steps: operations on arrays of the size of the operand. width: of the shortest innermost rows of
-    these arrays. spread: smaller values that are repeated to that size. computed: True if no array
-    of that size is read from memory.
+    steps: operations on arrays of the size of the operand, up to those that XLA stores since
+    several equations read them. width: of the shortest innermost rows of these arrays. spread:
+    smaller values that are repeated to that size. computed: True if no array of that size is read
+    from memory.
     """
 
     width: int
@@ -72,17 +73,24 @@ class Chain:
     computed: bool = True
 
 
-def _chain(program: Program, x: int, makers: Mapping[int, Equation]) -> Chain:
+def _chain(
+    program: Program, x: int, makers: Mapping[int, Equation], users: Mapping[int, list[Equation]]
+) -> Chain:
     """Return the operations that compute a value from smaller ones."""
     shape = program.avals[x].shape
     found, size, seen, stack = Chain(shape[-1] if shape else 1), math.prod(shape), {x}, [x]
+    stored: set[int] = set()  # and what these are computed from
     for v in stack:
         maker = makers.get(v)
         if program.avals[v].size < size:
             found.spread.add(v)
         elif maker is not None and (maker.name in ELEMENTWISE | VIEWS or _is_view(maker)):
+            if v != x and len(users[v]) > 1:
+                stored.add(v)
+            if v in stored:
+                stored.update(maker.reads)
             if maker.name in ELEMENTWISE and maker.name not in VIEWS:
-                found.steps += 1
+                found.steps += v not in stored
                 found.width = min([found.width, *program.avals[v].shape[-1:]])
             stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
             seen.update(stack)
@@ -106,7 +114,7 @@ def _reductions(
     makers, users = makers_of(program.equations), users_of(program.equations)
     products: dict[int, Candidate] = {}
     for e in found:
-        chain = _chain(program, e.reads[0], makers)
+        chain = _chain(program, e.reads[0], makers, users)
         if chain.steps < 2 or not chain.spread:
             continue
         if chain.computed and not _is_along_rows(e, chain.width):
@@ -157,9 +165,12 @@ def _along_rows(e: Equation) -> Replacement:
 
 
 def _is_along_rows(e: Equation, width: int) -> bool:
-    """Return True for a reduction of whole rows, which the library does in one step each."""
-    shape = shape_of(e.eqn.invars[0])
-    return width == shape[-1] and set(e.eqn.params["axes"]) == {len(shape) - 1}
+    """Return True for a reduction of whole rows, which the library does in one step each.
+
+    The last axes together are a row too.
+    """
+    shape, axes = shape_of(e.eqn.invars[0]), e.eqn.params["axes"]
+    return width == shape[-1] and {*axes} == {*range(len(shape) - len(axes), len(shape))}
 
 
 def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tuple[float, float]:

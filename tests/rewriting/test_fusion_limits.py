@@ -89,6 +89,13 @@ LEFT = {
         lambda x, y, v: (lambda k: k @ v / jnp.sum(k, 1, keepdims=True))(jnp.exp(-distances(x, y))),
         array(400, 1), array(200, 1), array(200, 3),
     ),
+    "sums along the last axes": (
+        lambda x: jnp.sum(jnp.tanh(x[:, None] - x) ** 2, (-2, -1)), array(100, 4, 3)
+    ),
+    "a stored value that two sums read": (
+        lambda x: (lambda r: jnp.sum(r, 1) + jnp.sum(-r, 0))(jnp.tanh(x[:, None] - x) + 1),
+        array(304, 2),
+    ),
     "no axes": (
         lambda x: lax.reduce_sum_p.bind(jnp.tanh(x - x[:, None]) + 1, axes=(), out_sharding=None),
         POINTS,

@@ -353,7 +353,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     share = visited / max(pairs, 1)
     kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
-    seconds = kept / device.bytes_per_s + _copy_seconds(spec, device)
+    seconds = kept / device.bytes_per_s + _copy_seconds(spec, blocks, device)
     seconds += folds.block_s * share * blocks.steps(spec)
     seconds += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
     seconds += share * _product_seconds(spec, device, pairs)
@@ -386,15 +386,16 @@ def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> floa
     return min(whole, max(busy, longest / most) + states + 2 * device.launch_s)
 
 
-def _copy_seconds(spec: FoldSpec, device: Device) -> float:
-    """Return the seconds in which loops copy the blocks of pair operands, and transpose them.
+def _copy_seconds(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
+    """Return the seconds in which loops copy the blocks of arrays, and transpose pair operands.
 
-    A block is sliced, so that it is written and read again.
+    A block is sliced, so that it is written and read again, piece by piece.
     """
     pairs = [k for k, o in enumerate(spec.operands) if {spec.row, spec.col} <= {*o.axes}]
     copied = 2 * bytes_of([spec.avals[k] for k in pairs]) / device.bytes_per_s
     turned = 2 * bytes_of([spec.avals[k] for k in pairs if runs_across(spec, k)])
-    return copied + turned / device.folds.turned_bytes_per_s
+    pieces = device.folds.piece_s * fold_cost.pieces_moved(spec, blocks)
+    return copied + turned / device.folds.turned_bytes_per_s + pieces
 
 
 def gpu_kernels(route: FoldRoute, device: Device) -> list[GpuKernel]:
@@ -489,7 +490,7 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
             steps += share * (chained * own + functions_of(node, device))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
-    steps += folds.stored_tile * _stored(spec)
+    steps += folds.stored_tile * (_stored(spec) + kinds["along"])
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
 
 

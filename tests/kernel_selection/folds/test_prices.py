@@ -96,3 +96,25 @@ def test_a_function_of_a_distance_is_priced_once_for_all_components(power):
 def test_forces_between_points_that_a_product_computes():
     assert takes_fold(lambda x, w: forces(x @ w, lambda s: s**-4), (2048, 5), (5, 3))
     assert not takes_fold(lambda x, w: forces(x @ w, lambda s: s**-4), (64, 5), (5, 3))
+
+
+def talking_heads(q, k, v, mix, again):
+    scores = jnp.einsum("bhij,hg->bgij", jnp.einsum("bhid,bhjd->bhij", q, k), mix)
+    weights = jnp.einsum("bgij,gh->bhij", jax.nn.softmax(scores, -1), again)
+    return jnp.einsum("bhij,bhjd->bhid", weights, v)
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_blocks_of_single_elements_cost_their_pieces(batch):
+    """A fold over heads reads and writes the scores of all heads, which stand far apart."""
+    qkv = [(batch, 8, 256 if batch == 8 else 512, 64)] * 3
+    assert not takes_fold(talking_heads, *qkv, (8, 8), (8, 8))
+
+
+def test_a_tile_that_is_compared_with_its_extremum_is_stored():
+    def chamfer(x, y):
+        squares = jnp.sum((x[:, None] - y[None]) ** 2, -1)
+        return jnp.mean(jnp.min(squares, 1)) + jnp.mean(jnp.min(squares, 0))
+
+    assert takes_fold(chamfer, (2048, 3), (2048, 3))
+    assert not takes_fold(jax.grad(chamfer), (4096, 3), (2048, 3))
