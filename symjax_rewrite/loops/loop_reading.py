@@ -87,9 +87,12 @@ def _count(
     return int(np.argmin(going))
 
 
-def numbers_of(body: Program, carry: Carry, count: int) -> np.ndarray | None:
-    """Return the first numbers of a counter, in its dtype; None if it is none or overflows."""
-    step = _step_of(body, carry.inner, carry.out)
+def numbers_of(body: Program, carry: Carry, count: Any) -> np.ndarray | None:
+    """Return the first numbers of a counter, in its dtype; None if it is none or overflows.
+
+    A symbolic count has no numbers.
+    """
+    step = step_of(body, carry.inner, carry.out) if isinstance(count, int) else None
     if step is None or isinstance(carry.start, int) or shape_of(carry.start):
         return None
     dtype = body.avals[carry.inner].dtype
@@ -104,7 +107,7 @@ def line_of(numbers: np.ndarray) -> tuple[int, int] | None:
     return (int(numbers[0]), step) if (steps == step).all() else None
 
 
-def _step_of(body: Program, inner: int, out: Value) -> int | None:
+def step_of(body: Program, inner: int, out: Value) -> int | None:
     """Return the increment of a counter at every step; None if it is not a counter."""
     made = next((e for e in body.equations if out in e.outvals), None)
     if made is None or made.name not in ("add", "sub"):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.arithmetic import Calculus, operation
-from symjax_rewrite.proofs.forms import ONE, ZERO, Branches, Form, Poly, plain
+from symjax_rewrite.proofs.forms import ONE, ZERO, Branches, Form, Poly, mono_reads, plain
 
 
 def recurrence(a: Calculus, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:
@@ -23,11 +23,15 @@ def recurrence(a: Calculus, factor: Poly, shift: Poly, start: Poly, step: int, a
 def affine_again(a: Calculus, form: Form | None, branches: Branches) -> Poly:
     """Make an affine recurrence of its factors, its shifts, its start and its place.
 
-    h(e + 1) becomes a(e)·h(e) + b(e), for an index e.
+    h(e + 1) becomes a(e)·h(e) + b(e), for an index e. With one factor a for all steps and no shift,
+    h(e) is a^e·h(0).
     """
     (_, start), (_, place) = branches[2:]
     if place == ZERO:
         return start
+    (names, factor), (_, shift) = branches[:2]
+    if shift == ZERO and not any(mono_reads(mono, names[0]) for mono, _ in factor):
+        return a.mul(start, functions.pow_of(a, factor, place))
     facts = {"real": all(a.is_real(p) for _, p in branches)}
     made = a.of(a.table.intern("recurrence", None, branches, facts, keeps_bound=True))
     index, (least, _) = functions.as_index(a, place), functions.value_range(a, place)

@@ -383,7 +383,14 @@ def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
         return a.power(base, Fraction(number))
     if a.sign(base) == 2:
         return exp(a, a.mul(e, log(a, base)))
-    return _applied(a, "pow", (), False, base, e)
+    whole = _applied(a, "pow", (), False, base, e)
+    added = next((int(c) for mono, c in e if not mono), 0)
+    rest = a.add(e, a.constant(-added))
+    if added > 0 and is_count(a, rest):
+        return a.record(
+            "powers", operation("same", whole), a.mul(a.power(base, added), pow_of(a, base, rest))
+        )
+    return whole
 
 
 def is_count(a: Calculus, p: Poly) -> bool:

@@ -34,11 +34,13 @@ LAWS = {
     "sum": "Σ_k(a + b) = Σ_k a + Σ_k b, Σ_k(a·b) = a·Σ_k b (k not in a), Σ_k a = |k|·a",
     "entries": "Σ_{k<n} f(k) = f(0) + … + f(n−1), max_{k<n} f(k) = max(f(0), …, f(n−1))",
     "power_sum": "Σ_{k<n} k^p is a polynomial of n (Faulhaber), Σ_k [k < m]·k^p of m",
+    "series": "q·Σ_{k<n} f(k) = Σ_{k<n} f(k) + f(n) − f(0), if f(k + 1) = q·f(k)",
     "delta": "Σ_k [k = e]·f(k) = f(e), or 0 if no k is e",
     "range_from": "Σ_{k<n} [k ≥ c]·f(k) = Σ_{k<n−c} f(k + c)",
     "range_after": "Σ_k [k > e]·f(k) = Σ_k f(k) − f(e) − Σ_k [k < e]·f(k)",
     "range_split": "Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m)",
-    "max": "max_k(a + b) = a + max_k b (k not in a), max(a, max(b, c)) = max(a, b, c)",
+    "max": "max_k(a + b) = a + max_k b (k not in a), max(a, max(b, c)) = max(a, b, c), "
+    "max(a, b) = a if a − b ≥ 0 by the ranges of integers",
     "max_of_increasing": "max_k f(a) = f(max_k a) if f increases, "
     "max_{j,k}(a[j] + b[k]) = max_j a[j] + max_k b[k]",
     "order": "the place of an extremum of f(a), and the order of f(a), is that of a if f increases",
@@ -54,8 +56,8 @@ LAWS = {
     "fold_of_sum": "c(t+1) = c(t) + b(t)  →  c(t) = c(0) + Σ_{s<t} b(s); induction step",
     "fold_of_maximum": "c(t+1) = max(c(t), b(t))  →  c(t) = max(c(0), max_{s<t} b(s)); "
     "induction step",
-    "affine_recurrence": "c(t+1) = a(t)·c(t) + b(t) is the affine recurrence of a, b, c(0); "
-    "induction step",
-    "change_of_variables": "c·g is folded, where g(t) ≠ 0 for all t; induction step",
+    "affine_recurrence": "c(t+1) = a(t)·c(t) + b(t) is the affine recurrence of a, b, c(0), or "
+    "a^t·c(0); induction step",
+    "change_of_variables": "c·g is folded, where g(t) ≠ 0 for all t > 0; induction step",
     "unfold": "h(t+1) is the step of h(t), h(0) the start of a recurrence",
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import cmath
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -340,8 +341,8 @@ class Lifting:
         placed = [ZERO if w is None else a.index(at[w]) for w in windows]
         if mode == "clip":
             chosen = [_clipped(a, p, n) for p, n in zip(chosen, counts, strict=True)]
-        if all(functions.is_within(a, p, n) for p, n in zip(chosen, counts, strict=True)):
-            places = [a.add(*both) for both in zip(chosen, placed, strict=True)]
+        if mode == "clip" or all(map(functools.partial(functions.is_within, a), chosen, counts)):
+            places = list(map(a.add, chosen, placed))
             found = [functions.as_index(a, p) for p in places]
             read = [i or plain(n) for i, n in zip(found, bound, strict=True)]
             source = self.of(node.args[0], [*at[: node.out], *read])
@@ -352,7 +353,7 @@ class Lifting:
             tests = [functions.zero(a, p) for p in here]
             return reductions.total(a, a.product(source, *tests), bound)
         key = ("take", mode, str(fill), tuple(w is not None for w in windows))
-        places = [*chosen, *[p for p, w in zip(placed, windows, strict=True) if w is not None]]
+        places = chosen + [p for p, w in zip(placed, windows, strict=True) if w is not None]
         if mode == "fill" and fill[0] == fill[0]:
             branches = [(bound, source), *[((), p) for p in places]]
             return self._interned(key, branches, a.is_real(source))
@@ -371,8 +372,7 @@ class Lifting:
         return reductions.total(a, a.mul(inverse, self.of(right, at)), bound)
 
     def _interned(self, key: Any, operands: Sequence[tuple[Any, Poly]], real: bool) -> Poly:
-        facts = {"real": real}
-        made = self.a.table.intern("opaque", key, operands, facts, keeps_bound=True)
+        made = self.a.table.intern("opaque", key, operands, {"real": real}, keeps_bound=True)
         return self.a.of(made)
 
     def _opaque(

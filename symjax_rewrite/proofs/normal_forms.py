@@ -206,7 +206,7 @@ def cancels(a: Calculus, rest: Poly) -> bool:
     for _ in range(ROUNDS):
         if rest == ZERO:
             return True
-        rest = reductions.with_split_ranges(a, rest)
+        rest = reductions.with_series(a, reductions.with_split_ranges(a, rest))
         below: dict[Atom, Number] = {}
         for mono, _ in rest:
             for atom, e in mono:

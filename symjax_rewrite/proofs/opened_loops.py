@@ -17,10 +17,11 @@ from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Program, Value, inline
-from symjax_rewrite.ir.sizes import Dim, from_jax
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
+from symjax_rewrite.ir.sizes import Assumptions, Dim, from_jax
 from symjax_rewrite.loops.loop import Loop, get, run_equations
-from symjax_rewrite.loops.normalization import normal_loop
+from symjax_rewrite.loops.loop_reading import step_of
+from symjax_rewrite.loops.normalization import clean, normal_loop
 
 MOST_LOOPS = 12
 
@@ -54,12 +55,51 @@ def open_loops(program: Program) -> dict[int, OpenLoop]:
             break
         e = program.equations[place]
         done.add(id(e))
-        loop = normal_loop(e)
-        if loop is None or loop.condition is not None or loop.packed:
+        loop = _counting_loop(program, e)
+        if loop is None or loop.packed:
             continue
         if all(_line(counted) is not None for counted in loop.counters.values()):
             found.update(dict.fromkeys(e.outvals, _opened(program, place, loop)))
     return found
+
+
+def _counting_loop(program: Program, e: Equation) -> Loop | None:
+    """Return a loop in normal form whose number of steps is known, or is a named size."""
+    loop = normal_loop(e)
+    if loop is None or loop.condition is None:
+        return loop
+    loop.length, loop.condition = _steps_to_size(program, loop, loop.condition), None
+    return None if loop.length is None else clean(loop)
+
+
+def _steps_to_size(program: Program, loop: Loop, condition: Program) -> Any:
+    """Return n − start of `while(counter < n)`, for a named size n; None of any other condition."""
+    test = next((e for e in condition.equations if condition.outputs[0] in e.outvals), None)
+    reads = dict(zip(condition.inputs, loop.condition_reads, strict=False))
+    carries = dict(zip(condition.inputs[len(reads) :], loop.carries, strict=True))
+    if test is None or test.name != "lt":
+        return None
+    counter, end = (carries.get(v) if isinstance(v, int) else None for v in test.invals)
+    if counter is None or step_of(loop.body, counter.inner, counter.out) != 1:
+        return None
+    last = test.invals[1]
+    size = _size(condition, last)
+    if end is not None and end.out == end.inner:
+        size = _size(program, end.start)
+    elif isinstance(last, int) and last in reads:
+        size = _size(program, reads[last])
+    if size is None or isinstance(counter.start, int):
+        return None
+    length = size - int(counter.start.val)
+    return length if Assumptions().nonnegative(from_jax(length)) else None
+
+
+def _size(program: Program, v: Value) -> Any:
+    """Return the size that a value of a program is; None if it is none."""
+    made = next((e for e in program.equations if v in e.outvals), None)
+    if made is not None and made.name == "convert_element_type":
+        return _size(program, made.invals[0])
+    return made.eqn.params["dim"] if made is not None and made.name == "dim_as_value" else None
 
 
 def _line(counted: np.ndarray) -> tuple[int, int] | None:
@@ -126,7 +166,7 @@ def _entry(array: Any, at: Any, axis: int, kept: bool) -> Any:
     array = jnp.asarray(array)
     starts = [at if k == axis else np.int32(0) for k in range(array.ndim)]
     sizes = [1 if k == axis else n for k, n in enumerate(array.shape)]
-    out = lax.dynamic_slice(array, starts, sizes)
+    out = lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
     return out if kept else lax.squeeze(out, (axis,))
 
 

@@ -53,8 +53,9 @@ def prove_equal(
     Integers do not overflow. Where either function divides by zero, or takes a root or a logarithm
     outside its domain, both must. Derivatives are no part of it.
 
-    Loops that count are proved by induction, for any number of steps: folds of sums, maxima and
-    online softmaxes, affine recurrences, and loops of equal starts and equal steps. Up to 16 steps
+    Loops that count are proved by induction, for any number of steps, named sizes too: folds of
+    sums, maxima and online softmaxes, running means, affine recurrences, and loops of equal starts
+    and equal steps. Up to 16 steps
     are unfolded too, so that a loop equals its unrolled form or a tree of `associative_scan`.
     Sampling only refutes; it never proves.
 

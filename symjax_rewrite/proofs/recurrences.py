@@ -298,17 +298,55 @@ def _as_affine(
     start = ZERO
     if c.start != ZERO:
         start = a.mul(c.start, replaced(a, gauge, leaves_of(a, solved, "start")))
-    if factor == ONE:
-        s = a.table.fresh(a.table.sizes[step])
-        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, c.time))
-        folded = a.add(start, reductions.total(a, term, (s,)))
-    else:
+    weight = ONE if factor == ONE else _weight(a, factor, step)
+    if weight is None:
         folded = recurrence(a, factor, shift, start, step, a.index(plain(c.time)))
-    name = "fold_of_sum" if factor == ONE else "affine_recurrence"
+    else:
+        folded = _weighted_sum(a, c, shift, start, weight, step)
+    name = "affine_recurrence" if weight is None else "fold_of_sum"
+    if weight not in (None, ONE) and gauge == ONE:
+        name = "change_of_variables"
     if gauge == ONE:
         return name, folded
     now = replaced(a, gauge, leaves_of(a, solved, "solved", {step: plain(c.time)}))
     return "change_of_variables", a.mul(folded, a.power(now, -1))
+
+
+def _weight(a: Calculus, factor: Poly, step: int) -> Poly | None:
+    """Return w(t) of a factor w(t)/w(t + 1), where w(t + 1) > 0; None if the factor is none.
+
+    That of t/(t + 1) is t.
+    """
+    below: dict[Atom, Number] = {}
+    for mono, _ in factor:
+        for atom, e in mono:
+            if e < 0:
+                below[atom] = max(below.get(atom, 0), -e)
+    denominator = (tuple(below.items()), 1)
+    weight, later = a.distributed(denominator, factor), a.distributed(denominator, ONE)
+    is_weight = _after(a, weight, step) == later and functions.positive(a, later) == ONE
+    return weight if is_weight else None
+
+
+def _after(a: Calculus, p: Poly, step: int) -> Poly:
+    return a.substitute(p, {step: (1, ((step, 1),))})
+
+
+def _weighted_sum(
+    a: Calculus, c: Carried, shift: Poly, start: Poly, weight: Poly, step: int
+) -> Poly:
+    """Return the fold of c' = c·w(t)/w(t + 1) + b, where w(t) > 0 for t > 0: w·c is a sum.
+
+    Where w(0) = 0, as for a running mean, c(0) is the start.
+    """
+    s = a.table.fresh(a.table.sizes[step])
+    added = a.substitute(a.mul(shift, _after(a, weight, step)), {step: plain(s)})
+    total = reductions.total(a, a.mul(added, _is_earlier(a, s, c.time)), (s,))
+    if weight == ONE:
+        return a.add(start, total)
+    first, last = (a.substitute(weight, {step: at}) for at in ((0, ()), plain(c.time)))
+    summed = a.mul(a.add(a.mul(first, start), total), a.power(last, -1))
+    return a.case(functions.positive(a, last), summed, start)
 
 
 def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:

@@ -33,7 +33,7 @@ from symjax_rewrite.proofs.forms import (
     number_of,
     plain,
 )
-from symjax_rewrite.proofs.functions import as_index, is_within, positive
+from symjax_rewrite.proofs.functions import as_index, is_count, is_within, positive
 from symjax_rewrite.proofs.power_sums import power_of_index, power_sum, without_index
 
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
@@ -348,21 +348,69 @@ def _after(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
 def with_split_ranges(a: Calculus, p: Poly) -> Poly:
     """Return a sum of terms in which sums over a range are split where shorter sums of them end.
 
-    Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
+    Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with either of these sums.
     """
     ranges = {x: _range_of(a, x) for mono, _ in p for x, e in mono if e == 1}
     sums = [(x, n) for x, n in sorted(ranges.items(), key=lambda item: item[0]) if n is not None]
     for (whole, n), (part, m) in product(sums, sums):
         if not a.facts.nonnegative(n - m - 1):
             continue
-        ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
-        if a.substitute(begin, {others[0]: plain(names[0])}) == body:
-            k, (offset, terms) = a.table.fresh(n - m), a.table.size_index(m)
-            rest = total(a, a.substitute(body, {names[0]: linear(offset, [*terms, (k, 1)])}), (k,))
-            split = a.add(a.of(part), rest)
-            a.record("range_split", Operation("sum", ((names, body),)), split)
-            return a.mapped(p, functools.partial(_exchanged, whole, split))
+        ((names, body),), (((other,), mine),) = a.opened(whole), a.opened(part)
+        k, (offset, terms) = a.table.fresh(n - m), a.table.size_index(m)
+        end, (shift, more) = linear(offset, [*terms, (k, 1)]), a.table.size_index(n - m)
+        for here, there in ((plain(other), end), (linear(shift, [*more, (other, 1)]), plain(k))):
+            if a.substitute(body, {names[0]: here}) == mine:
+                rest = total(a, a.substitute(body, {names[0]: there}), (k,))
+                split = a.add(a.of(part), rest)
+                a.record("range_split", Operation("sum", ((names, body),)), split)
+                return a.mapped(p, functools.partial(_exchanged, whole, split))
     return p
+
+
+def with_series(a: Calculus, p: Poly) -> Poly:
+    """Return a sum of terms in which geometric series are applied to their ratio.
+
+    q·Σ_{k<n} f(k) = Σ_{k<n} f(k) + f(n) − f(0), if f(k + 1) = q·f(k).
+    """
+    for series in sorted({x for mono, _ in p for x, e in mono if e == 1}):
+        found = _ratio_and_ends(a, series)
+        if found is None:
+            continue
+        (ratio, c), ends = found
+        if not ratio and c != 1:
+            whole = a.scale(1 / (Fraction(c) - 1), ends)
+            a.record("series", operation("same", a.of(series)), whole)
+            return a.mapped(p, functools.partial(_exchanged, series, whole))
+        after = a.add(a.of(series), ends)
+        out = []
+        for mono, k in p:
+            left = dict(mono)
+            divides = all(left.get(x, 0) >= e > 0 for x, e in ratio)
+            if ratio and divides and left.get(series) == 1:
+                rest = {x: e - dict(ratio).get(x, 0) for x, e in mono if x != series}
+                out.append(a.mul(a.term(Fraction(k) / c, rest), after))
+            else:
+                out.append(((mono, k),))
+        made = a.add(*out)
+        if made != p:
+            a.record("series", operation("mul", ((ratio, c),), a.of(series)), after)
+            return made
+    return p
+
+
+def _ratio_and_ends(a: Calculus, atom: Atom) -> tuple[tuple[Mono, Number], Poly] | None:
+    """Return the ratio q of a series f over k < n, and f(n) − f(0); None if it is none."""
+    length = _range_of(a, atom)
+    if length is None:
+        return None
+    (((name,), f),) = a.opened(atom)
+    end = a.table.size_index(length)
+    later = a.substitute(f, {name: linear(1, [(name, 1)])})
+    ratio = a.mul(later, a.power(f, -1))
+    if len(ratio) != 1 or mono_reads(ratio[0][0], name):
+        return None
+    first, last = (a.substitute(f, {name: at}) for at in ((0, ()), end))
+    return ratio[0], a.sub(last, first)
 
 
 def _exchanged(old: Atom, new: Poly, atom: Atom) -> Atom | Poly:
@@ -473,14 +521,23 @@ def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[Branch]:
 
 
 def _without_repetitions(a: Calculus, branches: list[Branch]) -> list[Branch]:
-    """Return the branches without equal ones, and of numbers the largest alone."""
+    """Return the branches without equal ones, and without those known to be at most another."""
     seen: dict[object, Branch] = {}
     numbers = [number_of(p) for _, p in branches]
     known = [n for n in numbers if n is not None]
     for branch, number in zip(branches, numbers, strict=True):
         if number is None or number >= max(known):
             seen.setdefault(a.table.intern("max", None, [branch], {}), branch)
-    return list(seen.values())
+    kept = list(seen.values())
+    for branch in seen.values() if len(kept) > 1 else ():
+        if any(b is not branch and _is_at_most(a, branch, b) for b in kept):
+            kept.remove(branch)
+    return kept
+
+
+def _is_at_most(a: Calculus, branch: Branch, other: Branch) -> bool:
+    """Return True if the ranges of integers tell that one branch is at most another."""
+    return not branch[0] and not other[0] and is_count(a, a.sub(other[1], branch[1]))
 
 
 def _standard(a: Calculus, branches: list[Branch]) -> Poly:

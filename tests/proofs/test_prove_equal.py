@@ -19,13 +19,14 @@ from symjax_rewrite.proofs.problems import Problem, scope_of, specs_of
 from symjax_rewrite.proofs.proving import decided
 from symjax_rewrite.proofs.samples import Sampled, sample
 from symjax_rewrite.rewriting.rule import Lemma
-from tests.proofs import case_pairs, guard_pairs, order_pairs
+from tests.proofs import case_pairs, guard_pairs, order_pairs, series_pairs
 from tests.proofs.equal_pairs import naive_softmax, stable_softmax
 from tests.proofs.loop_pairs import PAIRS
 from tests.proofs.near_misses import NEAR_MISSES as SLIPS
 
-EQUAL = PAIRS | case_pairs.EQUAL | order_pairs.EQUAL | guard_pairs.EQUAL
-NEAR_MISSES = SLIPS | case_pairs.UNEQUAL | order_pairs.UNEQUAL | guard_pairs.UNEQUAL
+TABLES = (case_pairs, order_pairs, guard_pairs, series_pairs)
+EQUAL = PAIRS | {name: pair for table in TABLES for name, pair in table.EQUAL.items()}
+NEAR_MISSES = SLIPS | {name: pair for table in TABLES for name, pair in table.UNEQUAL.items()}
 MOST_NODES, LEMMA_NODES = 200, 40  # a proof applies at most ten laws per node
 LEMMAS = {rule.name: rule for rule in packs.default.rules if isinstance(rule, Lemma)}
 
@@ -60,6 +61,7 @@ UNDECIDED = {
     "sum rounded after each product",
     "guard that drops an argument",
     "guard of the next entry",
+    "running mean with weights of any sign",
 }
 
 
