@@ -9,9 +9,10 @@ mixture-of-experts sandwich.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from symjax_rewrite.ir.products import Product, expand_node, is_half
+from symjax_rewrite.cost.term_cost import is_dot
+from symjax_rewrite.ir.products import Product, expand_node, is_half, product_node
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
@@ -30,7 +31,7 @@ def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if node.op == ADD and len(node.args) != 1:
         return
     r, seen = RightSide.of(ctx, contraction_order, cls), set[Product]()
-    for may_open in openers(ctx, cls):
+    for may_open in openers(ctx, cls, node):
         p = expand_node(ctx.g, cls, node, may_open)
         if p in seen or not _worth(ctx, p, node):
             continue
@@ -39,12 +40,48 @@ def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             yield ref
 
 
-def openers(ctx: RuleContext, cls: int) -> list:
-    """Return predicates of the factors to open: no factors, those used once, or all."""
+def openers(ctx: RuleContext, cls: int, node: Node) -> list[Callable[[int], bool]]:
+    """Return predicates of the factors to open: none, those used once, or all that may pay."""
     if is_half(ctx.g.classes[cls].dtype):  # no scale may leave a sum
         is_sum = functools.partial(is_sum_of_products, ctx)
         return [lambda d: ctx.uses(d) <= 1 and is_sum(d), is_sum]
-    return [lambda d: False, lambda d: ctx.uses(d) <= 1, lambda d: True]
+    opened = _opened(ctx, cls, node)
+    shared = {d for d in opened if ctx.uses(d) > 1}
+    found: list[Callable[[int], bool]] = [lambda _: False]
+    if len(shared) < len(opened):
+        found.append(lambda d: ctx.uses(d) <= 1)
+    return [*found, opened.__contains__] if shared else found
+
+
+def _opened(ctx: RuleContext, cls: int, node: Node) -> set[int]:
+    """Return the factors of a product, and the factors of these, that may be opened.
+
+    Who opens a shared product computes one product more, and saves its share of the shared one.
+    More than one such product is opened only if the launches do not outlast all that may be saved.
+    """
+    g, model = ctx.g, ctx.model
+    saved_s, launches = _seconds(ctx, cls), 1
+    share = {cls: 1.0}
+    queue = [(cls, node)]
+    for c, reader in queue:
+        for d in [g.find(a).cls for a in reader.args]:
+            inner = None if d in share else product_node(g, d)
+            if inner is None:
+                continue
+            uses = max(ctx.uses(d), 1)
+            part = share[c] / uses
+            if uses > 1 and is_dot(inner) and not ctx.frozen(d):
+                more_s = part * _seconds(ctx, d)
+                if launches > 1 and saved_s + more_s <= (launches + 1) * model.device.launch_s:
+                    continue
+                saved_s, launches = saved_s + more_s, launches + 1
+            share[d] = part
+            queue.append((d, inner))
+    return {d for d in share if d != cls}
+
+
+def _seconds(ctx: RuleContext, cls: int) -> float:
+    return ctx.model.node_seconds(ctx.g, cls, ctx.g.classes[cls].first)
 
 
 def _worth(ctx: RuleContext, p: Product, node: Node) -> bool:
