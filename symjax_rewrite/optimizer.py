@@ -23,19 +23,23 @@ from symjax_rewrite.candidates import (
 )
 from symjax_rewrite.codegen import emission
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.light_programs import is_light
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.loops.loop_reading import LOOPS
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
-from symjax_rewrite.passes import PASSES
+from symjax_rewrite.passes import OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.selection import Selection
+from symjax_rewrite.text_tables import NOT_SEARCHED
 from symjax_rewrite.usage_records import (
     REPLAN,
     Change,
@@ -277,13 +281,25 @@ class _Run:
         self.trees_became_kernels = False  # the price of a tree then counts these kernels
 
     def through(self, passes: Sequence[Pass]) -> Result:
-        """Run the passes."""
+        """Run the passes; on a light program those of loops, and added ones."""
+        light = self._is_light()
         for each in passes:
-            self._run(each)
+            if not light or each.name in OF_LOOPS or each not in PASSES:
+                self._run(each)
+        if light:
+            reason = f"{NOT_SEARCHED}arithmetic and traffic take little of the predicted time"
+            self._note(Refusal("search", Obstacle.SHARE(reason)))
         self.result.program = None if self.program is self.first else self.program
         self.result.sample = self.context.sample
         self.result.stop = ", ".join(sorted(self.stops)) or "nothing to do"
         return self.result
+
+    def _is_light(self) -> bool:
+        """Return True if no pass of terms can gain, and none was asked for."""
+        context = self.context
+        asked = context.options.kernels not in ("auto", "off") or context.frozen
+        asked = asked or context.allowed is not None
+        return not asked and is_light(self.program, context.device)
 
     def _run(self, each: Pass) -> None:
         if self.seen.get(each.name) is self.program:
@@ -324,12 +340,17 @@ class _Run:
 
 
 def flat(closed: ClosedJaxpr) -> Program:
-    """Return the flat program; dead values of its loops are removed first."""
-    if not _calls_loops(closed):
-        program = flatten(closed)
-        if not has_loops(program):
-            return program
-    return flatten(jax_internals.without_dead(closed))
+    """Return the flat program; dead values of its loops, or of steps like these, are removed."""
+    if _calls_loops(closed):
+        return flatten(jax_internals.without_dead(closed))
+    program = flatten(closed)
+    if has_loops(program):
+        makers = makers_of(program.equations)
+        operands = lambda v: e.reads + tuple(numbers(e.same_as)) if (e := makers.get(v)) else ()  # noqa: E731
+        read = [v for e in program.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
+        live = cone(numbers([*program.outputs, *read]), operands)
+        program.equations = [e for e in program.equations if not live.isdisjoint(e.outvals)]
+    return program
 
 
 def _calls_loops(closed: ClosedJaxpr) -> bool:

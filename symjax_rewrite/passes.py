@@ -58,3 +58,6 @@ PASSES: tuple[Pass, ...] = (
     ColumnReductions(),  # a sum or extremum down the columns → row by row
     FusionLimits(),  # a value in a slow fusion of XLA → a stored value
 )
+
+# Passes of loops and of the bodies in them; the others work on index terms and large arrays.
+OF_LOOPS = frozenset({"differentiated_loops", "affine_trees", "loops", "bodies"})

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.light_programs import is_light, launch_seconds
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
@@ -114,12 +115,18 @@ def _small(
     gains: dict[object, float] = defaultdict(float, removed)
     for c in found:
         gains[_group(c)] += c.saved_s
-    device, whole = context.device, context.program_seconds(program)
+    device = context.device
 
-    def little(c: Candidate) -> bool:
-        return not margins.gains_share(gains[_group(c)], whole, "program", device)
+    def among(found: Sequence[Candidate], whole_s: float) -> list[Candidate]:
+        large = lambda c: margins.gains_share(gains[_group(c)], whole_s, "program", device)  # noqa: E731
+        return [c for c in found if not large(c)]
 
-    return [c for c in found if c.share and little(c)]
+    asked = [c for c in found if c.share]
+    if is_light(program, device):  # its terms need not be read
+        small = among(asked, launch_seconds(program, device))
+        if len(small) == len(asked):
+            return small
+    return among(asked, context.program_seconds(program))
 
 
 def _copying(

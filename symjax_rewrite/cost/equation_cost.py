@@ -19,7 +19,12 @@ SYMBOLIC = 64  # value of a symbolic size
 
 def aval_size(aval: Any) -> float:
     """Return the number of elements of a value; symbolic sizes count as `SYMBOLIC`."""
-    return float(math.prod(map(_number, getattr(aval, "shape", ()))))
+    return _elements(getattr(aval, "shape", ()))
+
+
+@functools.lru_cache(1 << 12)
+def _elements(shape: tuple[Any, ...]) -> float:
+    return float(math.prod(map(_number, shape)))
 
 
 def _number(size: Any) -> int:

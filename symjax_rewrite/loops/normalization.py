@@ -29,13 +29,20 @@ def normal_loop(e: Equation, has_rules: bool = False) -> Loop | None:
 def clean(loop: Loop) -> Loop:
     """Normalise a loop in place and return it."""
     _drop_casts(loop)
+    carries = len(loop.carries)
     _merge(loop)
+    merged = carries, _sizes(loop)
     _take_counters(loop)
     _take_slices(loop)
     _take_updates(loop)
-    _merge(loop)
+    if merged != (len(loop.carries), _sizes(loop)):  # values may be equal that were not before
+        _merge(loop)
     drop_dead(loop)
     return loop
+
+
+def _sizes(loop: Loop) -> tuple[int, int, int]:
+    return len(loop.body.equations), len(loop.counters), len(loop.sources)
 
 
 def _drop_casts(loop: Loop) -> None:

@@ -1,0 +1,56 @@
+"""Programs that take nearly all their time in launches of kernels, by their equations alone.
+
+XLA fuses the operations of a large program on small arrays as it chooses, and no rewriting saves a
+launch for sure. Where the program would be hardly faster without any arithmetic and traffic, no
+term is worth reading. On GPUs kernels save launches, so that no program is light there.
+"""
+
+from __future__ import annotations
+
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import aval_size, work_seconds
+from symjax_rewrite.ir.dataflow import numbers
+from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.primitives import VIEWS
+
+LIBRARY = frozenset({"dot_general", "conv_general_dilated", "sort", "top_k"})  # more than traffic
+
+
+def is_light(program: Program, device: Device) -> bool:
+    """Return True for a large program whose launches alone take nearly as long as the program."""
+    is_small = len(program.equations) < device.search.large_program
+    if is_small or device.loops.steps_are_launches:
+        return False
+    launches_s = launch_seconds(program, device)
+    whole_s = launches_s + _work_seconds(program, device)
+    return not margins.pays(whole_s, launches_s, "rewrite", device)
+
+
+def launch_seconds(program: Program, device: Device) -> float:
+    """Return the seconds of the launches that a program needs at least, without those in bodies.
+
+    A result, and a value that several equations read, is written to memory by a kernel.
+    """
+    read, stored = set[int](), {*numbers(program.outputs)}
+    for e in program.equations:
+        stored.update(read.intersection(e.reads))
+        read.update(e.reads)
+    made = [e for e in program.equations if e.name not in VIEWS]
+    return device.launch_s * sum([not stored.isdisjoint(e.outvals) for e in made])
+
+
+def _work_seconds(program: Program, device: Device) -> float:
+    """Return the seconds of arithmetic and traffic, equation by equation, without the bodies."""
+    sizes = [aval_size(aval) for aval in program.avals]
+    moved, steps, library_s = 0.0, 0.0, 0.0
+    for e in program.equations:
+        if e.name in VIEWS:
+            continue
+        made = sum([sizes[v] for v in e.outvals])
+        moved += made + sum([sizes[v] for v in e.reads])
+        steps += made * (1.0 + device.functions.of(e.name))
+        if e.name in LIBRARY:
+            library_s += work_seconds(e.eqn, device)
+    widest = 8  # bytes of an element
+    return widest * moved / device.bytes_per_s + steps / device.elementwise_per_s + library_s

@@ -1,0 +1,64 @@
+"""A large program that takes its time in launches is light: no pass reads its terms."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import DEVICES
+from symjax_rewrite.cost.light_programs import is_light
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.rewriting.algebra import Algebra
+
+CPU = DEVICES["cpu"]
+
+
+def _turned(x, count=120):
+    """Many turns of an array of three rows: nine equations each."""
+    for _ in range(count):
+        a, b, c = x[0], x[1], x[2]
+        x = jnp.stack([a * c - b, b * a, c + a * b])
+    return x
+
+
+def _program(*shape, count=120):
+    traced = jax.jit(lambda x: _turned(x, count)).trace(jax.ShapeDtypeStruct(shape, jnp.float32))
+    return flatten(traced.jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "device", "light"),
+    [((3,), 120, "cpu", True), ((3, 9000), 120, "cpu", False), ((3,), 9, "cpu", False)]
+    + [((3,), 120, "h100", False)],
+    ids=["small arrays", "large arrays", "few equations", "on a GPU"],
+)
+def test_what_is_light(shape, count, device, light):
+    assert is_light(_program(*shape, count=count), DEVICES[device]) is light
+
+
+def test_a_light_program_stays_as_written_unless_kernels_are_asked_for(monkeypatch):
+    programs = []
+
+    def counted(self, program, context):
+        programs.append(program)
+        return iter(())
+
+    monkeypatch.setattr(Algebra, "candidates", counted)
+    x = jax.ShapeDtypeStruct((3,), jnp.float32)
+    report = sym_optimize(_turned).explain(x)
+    assert not programs
+    assert [r.name for r in report.routes if "arithmetic and traffic" in r.reason] == ["search"]
+    sym_optimize(_turned, kernels="always").explain(x)
+    assert len(programs) == 1
+
+
+def test_loops_in_light_programs_are_still_improved():
+    """A product leaves the loop of a program that has many equations on small arrays."""
+
+    def run(x, rows, w):
+        step = lambda s, row: (jnp.sin(s) + jnp.max(row @ w), None)  # noqa: E731
+        return _turned(jax.lax.scan(step, x, rows)[0])
+
+    shapes = (3,), (64, 512), (512, 512)
+    report = sym_optimize(run).explain(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
+    assert [r.name for r in report.rules] == ["loop_batching"]
