@@ -35,7 +35,7 @@ _gradient_kernel = partial(loop_kernel, gradient=True)
 
 PASSES: tuple[Pass, ...] = (
     DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
-    PairedSteps(),  # a loop and its backward loop → steps optimised together, with a fold
+    PairedSteps(loop_kernel),  # a loop and its backward loop → steps optimised together
     AffineTrees(loop_kernel),  # a tree of affine steps and its derivatives → loops or kernels
     ImprovedLoops(loop_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places

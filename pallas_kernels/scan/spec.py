@@ -175,18 +175,27 @@ def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 
 def roles(
-    spec: ScanSpec, most_summed: float = math.inf
+    spec: ScanSpec, most_summed: float = math.inf, tile: int = 1
 ) -> tuple[tuple[str, ...], str | None, str | None]:
     """Return the roles of a state's axes in a kernel: outer axes, lane and summed axis.
 
     A program has one element of each outer axis, and a block of the lane axis. The summed axis is
-    the shortest that readouts sum over. Either is None where there is none.
+    one that readouts sum over, so that the programs write the fewest parts of sums; of several the
+    shortest. Either is None where there is none.
 
-    most_summed: elements along the summed axis, at most.
+    most_summed: elements along the summed axis, at most. tile: elements of state per program.
     """
-    over = {a: spec.size[a] for r in spec.readouts for a in r.over}
-    summed = min(over, key=over.__getitem__, default=None)
-    summed = summed if summed is not None and over[summed] <= most_summed else None
+    size = spec.size
+    over = dict.fromkeys(a for r in spec.readouts for a in r.over if size[a] <= most_summed)
+
+    def written(summed: str) -> tuple[int, int]:
+        lane = next((a for a in reversed(spec.state) if a != summed), None)
+        counts = size | {lane: -(-size[lane] // max(tile // size[summed], 1)) if lane else 1}
+        parts = (math.prod(counts[a] for a in r.over if a != summed) for r in spec.readouts)
+        wholes = (math.prod(size[a] for a in readout_axes(spec, r)) for r in spec.readouts)
+        return sum(n * whole for n, whole in zip(parts, wholes, strict=True)), size[summed]
+
+    summed = min(over, key=written, default=None)
     rest = tuple(a for a in spec.state if a != summed)
     return rest[:-1], rest[-1] if rest else None, summed
 

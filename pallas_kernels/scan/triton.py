@@ -7,8 +7,8 @@ computes the map of each chunk, from the state before to the state after, as an 
 kind's monoid. The second composes the maps of earlier chunks and runs its chunk from there
 (Blelloch 1990). The coefficients are then computed twice.
 
-A program holds the shortest axis that readouts sum over. A sum over other axes is written in parts,
-one for each program along them, and the parts are added afterwards.
+A program holds one axis that readouts sum over. A sum over other axes is written in parts, one for
+each program along them, and the parts are added afterwards.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Sweep:
 
     @staticmethod
     def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
-        outer, lane, summed = roles(spec, MOST_SUMMED)
+        outer, lane, summed = roles(spec, MOST_SUMMED, TILE)
         return Sweep(spec, cut, lane, summed, outer)
 
     @property

@@ -9,7 +9,8 @@ the cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,27 +19,46 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Replacement
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
 from symjax_rewrite.loops.changes import part_of
 from symjax_rewrite.loops.differentiated_loops import loop_pairs
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.loop import get, run_equations
-from symjax_rewrite.loops.program_partition import CutProgram, smallest_split, without_barrier
+from symjax_rewrite.loops.loop import Loop, get, run_equations
+from symjax_rewrite.loops.loop_optimizer import Routed
+from symjax_rewrite.loops.normalization import normal_loop
+from symjax_rewrite.loops.program_partition import (
+    FUSED,
+    RECOMPUTED,
+    CutProgram,
+    smallest_split,
+    without_barrier,
+)
 from symjax_rewrite.loops.sunk_operands import Sinkable, scanned
+from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RECOMPUTATION, REDUNDANCY
 
 
+@dataclass(frozen=True, slots=True)
 class PairedSteps:
-    """Optimises the bodies of loops together with those of their backward loops."""
+    """Optimises the bodies of loops together with those of their backward loops.
 
-    name = "paired_steps"
+    route: returns a kernel for a loop or None, and the reason.
+    """
+
+    route: Callable[[Loop, Options, Device], Routed]
+    name: str = "paired_steps"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the pairs of loops whose steps, taken together, have a fold."""
+        """Yield the pairs of loops whose steps, taken together, have a fold or store less.
+
+        Kernels of both loops compute elementwise work again in registers.
+        """
         if not (context.has(RECOMPUTATION) and context.reorders()):
             return
         scans = [e for e in program.equations if e.name == "scan" and not e.eqn.effects]
@@ -48,17 +68,27 @@ class PairedSteps:
         sinkable = Sinkable(program, loops.least_unwritten_bytes)
         for there, back in loop_pairs(scans, around):
             length, pair = there.eqn.params["length"], _Pair(there, back, around, sinkable)
-            is_known = isinstance(length, int) and length > 0
-            if not is_known or pair.hidden_bytes < length * loops.least_remade_bytes:
+            if not isinstance(length, int) or pair.hidden_bytes < loops.least_unwritten_bytes:
                 continue
-            made = context.optimise(pair.joint())
-            if not any(use.taken and use.name == "fold" for use in made.routes):
-                continue
-            parts = pair.cut(made.staged())
-            if parts is not None:
+            cut, bodies = None, ()
+            if pair.hidden_bytes >= length * loops.least_remade_bytes:
+                made = context.optimise(pair.joint())
+                if any(use.taken and use.name == "fold" for use in made.routes):
+                    cut, bodies = pair.cut(made.staged()), ((made, length),)
+            if cut is None and loops.steps_are_launches:
+                cut, bodies = pair.cut(pair.joint(), (FUSED | SLOW_MAPS,)), ()
+            parts = () if cut is None else pair.parts(cut)
+            if parts and (bodies or all(self._is_kernel(p, program, context) for p in parts)):
                 rules, where = ((RECOMPUTATION, REDUNDANCY),), there.where()
-                bodies = ((made, length),)
-                yield Candidate("scan", pair.parts(parts), where, rules=rules, bodies=bodies)
+                yield Candidate("scan", parts, where, rules=rules, bodies=bodies)
+
+    def _is_kernel(self, part: Replacement, program: Program, context: Context) -> bool:
+        """Return True if the loop of a part runs as a kernel."""
+        avals = [program.avals[v] for v in numbers(part.reads)]
+        inside = flatten(jax_internals.make_avals_jaxpr(part.fun, avals)).equations
+        loops = [normal_loop(e) for e in inside if e.name == "scan"]
+        options, device = context.options, context.device
+        return all(x is not None and self.route(x, options, device)[0] is not None for x in loops)
 
 
 Slot = tuple[str, Any]  # an operand of a step: its kind, and an outer value or number of a carry
@@ -154,15 +184,20 @@ class _Pair:
 
         return jax_internals.make_avals_jaxpr(run, [*self.known.values(), *self.late.values()])
 
-    def cut(self, optimised: ClosedJaxpr) -> CutProgram | None:
-        """Cut the joint program after the forward step; None if no fewer bytes are kept."""
-        closed = _with_sealed_kernels(without_barrier(optimised, len(self.known)))
+    def cut(
+        self, joint: ClosedJaxpr, again: Sequence[Container[str] | None] = RECOMPUTED
+    ) -> CutProgram | None:
+        """Cut the joint program after the forward step; None if no fewer bytes are kept.
+
+        again: choices of primitives that the backward step may compute again.
+        """
+        closed = _with_sealed_kernels(without_barrier(joint, len(self.known)))
         slots = zip(closed.jaxpr.invars, self.known, strict=False)
         free = {var for var, slot in slots if slot[0] == FIXED or slot in self.back.leaves}
         ends = closed.jaxpr.outvars[self.there.count : self.results]
         free.update(v for v in ends if not jax_internals.is_literal(v))
         bound = self.hidden_bytes / self.length
-        found = smallest_split(closed, len(self.known), self.results, free, bound)
+        found = smallest_split(closed, len(self.known), self.results, free, bound, again)
         if found is None:
             return None
         kept = sum(aval_bytes(v.aval) for v in found.kept if v not in free)
@@ -177,7 +212,8 @@ class _Pair:
         stacks = []  # numbers of kept values that the forward loop stacks besides
         for k, var in enumerate(cut.kept):
             if where.get(var, (CARRY, 0))[0] == CARRY:
-                aval = var.aval.update(shape=(self.length, *var.aval.shape))
+                aval: Any = var.aval
+                aval = aval.update(shape=(self.length, *aval.shape))
                 where[var] = STEP, self.program.new_value(aval)
                 stacks.append(k)
         kept = [where[var] for var in cut.kept]

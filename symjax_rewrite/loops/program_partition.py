@@ -23,6 +23,7 @@ from symjax_rewrite.loops.linear_zeros import run_with_zeros, with_zero
 
 FUSED = (ELEMENTWISE | VIEWS | {"iota", "slice", "concatenate", "pad", "rev"}) - SLOW_MAPS
 CHEAP = FUSED | SLOW_MAPS | {"reduce_sum", "reduce_max", "reduce_min"}
+RECOMPUTED = (FUSED, CHEAP, None)  # what a last part computes again; None: everything
 MEMORY = 1.05  # bound on the bytes of kept values, relative to those that are kept as written
 
 
@@ -112,14 +113,19 @@ def split(
 
 
 def smallest_split(
-    closed: ClosedJaxpr, known: int, results: int, free: Collection[Var], bound: float
+    closed: ClosedJaxpr,
+    known: int,
+    results: int,
+    free: Collection[Var],
+    bound: float,
+    choices: Sequence[Container[str] | None] = RECOMPUTED,
 ) -> CutProgram | None:
-    """Cut at the fewest bytes, with the least rematerialisation that keeps few bytes.
+    """Cut at the fewest bytes, with the first of `choices` that keeps few bytes, else the last.
 
     bound: bytes that are kept as written; values `free` are not counted.
     """
     parts = None
-    for again in (FUSED, CHEAP, None):
+    for again in choices:
         parts = split(closed, known, again, results, free)
         if parts is None:
             return None

@@ -311,14 +311,14 @@ class _ScanBuilder:
             if not isinstance(y, int) or y in done:
                 continue
             done.add(y)
-            if level.get(y) == 2:
+            if level.get(y) == 2 or (y in makers and self._is_sum_of_states(makers[y])):
                 count = len(self.operands)
                 try:
                     self.readouts[y] = self._readout(y, out)
                     continue
                 except NotAScanError as error:
                     del self.operands[count:]
-                    why = why or error
+                    why = why or (error if level.get(y) == 2 else None)
                     if y not in makers:  # the state before a step, which is not recomputed
                         raise
             if y in makers:
@@ -330,6 +330,13 @@ class _ScanBuilder:
         written = max([written, *[aval_bytes(body.avals[v]) for e in self.tail for v in e.outvals]])
         if why is not None and written > self.growth * given:
             raise why
+
+    def _is_sum_of_states(self, e: Equation) -> bool:
+        """Return True if an equation sums computed values that are as large as the states."""
+        body, made = self.loop.body, {v for x in self.loop.body.equations for v in x.outvals}
+        size = aval_bytes(body.avals[self.loop.carries[0].inner])
+        summed = (v for v in e.reads if v in made and aval_bytes(body.avals[v]) >= size)
+        return e.name in ("dot_general", "reduce_sum") and any(summed)
 
     def operand(self, ref: Ref) -> int:
         """Return the number of a leaf's operand, read over the indices of the state."""
@@ -387,7 +394,7 @@ class _ScanBuilder:
     def _place(self, tops: list[Ref], out: Ref) -> dict[int, int]:
         """Return the map from indices of a result, or of its sum, to indices of the state."""
         found: dict[int, int] = {}
-        targets = {out.cls: out.axes, self.carry: self.indices}
+        targets = self._shaped_as_states(out)
 
         def operands(ref: Ref) -> list[Ref]:
             node = node_of(self.t.graph, ref.cls)
@@ -402,6 +409,20 @@ class _ScanBuilder:
         if not wanted <= set(found) or len(set(found.values())) != len(found):
             raise NotAScanError("a result has an axis that the states have not")
         return found
+
+    def _shaped_as_states(self, out: Ref) -> dict[int, tuple[int, ...]]:
+        """Return the terms of a step that have all axes of the state, and these axes."""
+
+        def operands(ref: Ref) -> list[Ref]:
+            node = node_of(self.t.graph, ref.cls)
+            opens = node.op in (MAP, ADD, CONTRACT) and not node.bound
+            return [over(ref, a) for a in node.args] if opens else []
+
+        found = {}
+        for ref in sorted(cone([out], operands), key=lambda r: (r.cls, r.axes)):
+            if sorted(ref.axes) == sorted(out.axes):
+                found.setdefault(ref.cls, ref.axes)
+        return found | {out.cls: out.axes, self.carry: self.indices}
 
     def _factors(self, refs: list[Ref], after: Ref) -> list[Ref]:
         """Return the factors of a product whose operands may be products themselves."""

@@ -106,7 +106,29 @@ class Partition:
         equations = self.loop.body.equations
         early = [e for e in equations if e.outvals and self.level[e.outvals[0]] < 2]
         heavy = [e for e in early if is_heavy(e.eqn) and not _sums_nothing(e.eqn)]
-        return making(equations, [v for e in heavy for v in e.outvals])
+        apart = self._beside_states()
+        return making(equations, [v for e in heavy for v in e.outvals if v not in apart])
+
+    def _beside_states(self) -> set[int]:
+        """Return results of steps that sum computed values as large as a state that runs apart.
+
+        Such values stay in registers where the kernel of the state computes the sum.
+        """
+        avals = self.loop.body.avals
+        large = [
+            aval_bytes(avals[self.loop.carries[k].inner])
+            for carries, kernel in self.kernels.items()
+            for k in carries
+            if kernel is None
+        ]
+        tops = [self.makers[v] for v in numbers(self.loop.ys) if v in self.makers]
+        sums = [e for e in tops if len(e.outvals) == 1 and self.level[e.outvals[0]] == 1]
+        return {
+            e.outvals[0]
+            for e in sums
+            if e.name in ("dot_general", "reduce_sum") and large
+            if any(v in self.makers and aval_bytes(avals[v]) >= max(large) for v in e.reads)
+        }
 
     def _order(self) -> list[tuple[int, ...]]:
         """Return the parts: kernels, and loops of the carries ready before and after them."""
@@ -142,6 +164,8 @@ class Partition:
         for e in self.loop.body.equations:
             found = [part_of.get(v, EARLY) for v in e.reads]
             part_of.update(dict.fromkeys(e.outvals, max(found, default=EARLY)))
+        scans = [n for n, p in enumerate(parts) if self.kernels.get(p.carries, p) is None]
+        part_of.update(dict.fromkeys(self._beside_states() if scans else (), min(scans, default=0)))
         return part_of
 
     def _cone(
