@@ -89,7 +89,6 @@ def norm_avals(spec):
 
 
 SMALL = {str(c): c.spec for c in CASES if supports(c.spec)}
-EVEN, ODD = ("L4", "H200"), ("A100", "B200")
 
 
 def halves(names):
@@ -98,18 +97,14 @@ def halves(names):
     return [n for n in names if not parity[n]], [n for n in names if parity[n]]
 
 
-def asking(names, pairs):
-    """Draw two GPUs for half of the names, and the others for the other half; the rest is swept."""
-    drawn = {
-        (n, k)
-        for half, kinds in zip(halves(names), pairs, strict=True)
-        for n in half
-        for k in kinds
-    }
+def asking(names):
+    """Draw one GPU for each name, in a turn that shifts by one each round; the rest is swept."""
+    kinds = list(GPUS)
+    drawn = {(n, kinds[(k + k // len(kinds)) % len(kinds)]) for k, n in enumerate(names)}
     return [
         pytest.param(name, kind, marks=[pytest.mark.sweep] * ((name, kind) not in drawn))
         for name in names
-        for kind in GPUS
+        for kind in kinds
     ]
 
 
@@ -133,9 +128,7 @@ def test_norm_linear_compiles_for_an_l4(name, compile_l4):
     assert "__gpu$xla.gpu.triton" in compiled.as_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [*asking(FOLDS, (EVEN, ODD)), *asking(SMALL, (["L4"], ["H200"]))]
-)
+@pytest.mark.parametrize(("name", "kind"), asking({**FOLDS, **SMALL}))
 def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory, described):
     spec = {**FOLDS, **SMALL}[name]
     with described(kind):
@@ -145,7 +138,7 @@ def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory, descr
     assert asked <= fold_bytes(spec, blocks, GPUS[kind])
 
 
-@pytest.mark.parametrize(("name", "kind"), asking(NORMS, (EVEN, ODD)))
+@pytest.mark.parametrize(("name", "kind"), asking(NORMS))
 def test_a_norm_asks_for_no_more_than_predicted(name, kind, shared_memory):
     group = NormGroup((NORMS[name],))
     blocks = norm_blocks(group)
