@@ -395,7 +395,7 @@ def _left_over(
     if len(left) > 1 and not all(r.ctx.frozen(f.cls) for f in left):
         read = sorted({i for f in left for i in f.axes if i in out})
         if r.ctx.count(r.sizes[i] for i in read) > sum(r.ctx.elements(f.cls) for f in left):
-            r.refuse("a low-rank product would become dense")
+            r.refuse(Obstacle.CONFLICT("a low-rank product would become dense"))
             return None
     ref = r.product(left, own, precision=precision, out=out)
     return None if ref is None else (1, ref)

@@ -33,6 +33,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import log, logger
 from symjax_rewrite.selection import Seen, Selection
+from symjax_rewrite.text_tables import duration
 from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 ROUNDS = 7
@@ -290,17 +291,6 @@ class _Tuning:
             seconds = (measured[WRITTEN][0], least)
         result.routes.append(RouteUse("tune", taken, text, seconds=seconds))
         return result
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text with a unit.
-
-    Example:
-        >>> duration(0.0123), duration(4.56e-5)
-        ('12.3 ms', '45.6 us')
-    """
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.3g} {unit}"
 
 
 def _text(result: Result) -> str:

@@ -23,6 +23,7 @@ from symjax_rewrite.reports import units
 from symjax_rewrite.reports.bottlenecks import Bottleneck
 from symjax_rewrite.reports.derivation import law_of
 from symjax_rewrite.reports.program_cost import bodies_run
+from symjax_rewrite.reports.text import is_superseded
 from symjax_rewrite.rewriting.rule import (
     ASSOCIATIVITY,
     DISTRIBUTIVITY,
@@ -183,7 +184,7 @@ def _refused(decision: Decision) -> Iterator[_Use]:
     pack = decision.optimiser.rules
     rules = {r.name: r.property for r in pack.rules}
     for r in decision.result.routes:
-        if r.taken or r.name in NO_PART:
+        if r.taken or r.name in NO_PART or is_superseded(r, decision.result.changes):
             continue
         properties = _kernel_properties(r.name, pack)
         if r.name in rules:

@@ -23,6 +23,7 @@ from symjax_rewrite.reports.text import (
     cost_rows,
     grouped,
     headline,
+    measurements,
     named,
     refusal,
     search,
@@ -232,7 +233,9 @@ def _roofline(report: Record) -> Iterator[Html]:
     points = [p for p in found if p is not None]
     yield tag("h2", f"Roofline of {report.device}")
     if not points:
+        is_priced = None not in (report.before.flops, report.before.bytes, report.before.seconds)
         why = "No FLOPs of products: memory traffic and launches take the time."
+        why = why if is_priced else "Not drawn: an operation has no price."
         yield tag("p", why, kind="dim")
         return
     if not report.changed:
@@ -260,6 +263,7 @@ def _product_dtypes(program: Program) -> list[str]:
 
 def _passes(report: Record) -> Iterator[Html]:
     yield tag("h2", "The optimiser")
+    yield from (tag("p", line) for line in measurements(report))
     ended = f"Rule search: {search(report)}; {units.duration(report.time_s)} in all."
     yield tag("p", ended, kind="dim")
     most = max(report.passes.values(), default=0.0) or 1.0

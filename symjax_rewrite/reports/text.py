@@ -127,8 +127,8 @@ def _done(report: Record) -> Iterator[str]:
 def grouped(report: Record) -> list[tuple[Change, dict[str, int], float | None]]:
     """Return equal changes once, with the number of their places by line and the least gain.
 
-    A change that stands alone is the gain of the whole program. Its own gain is left out where it
-    is smaller: a pass compares less than the report counts, such as what was fused into a loop.
+    A change that stands alone is the gain of the whole program. Its own gain is left out unless it
+    is larger: a pass compares less than the report counts, such as what was fused into a loop.
     """
     out: dict[tuple, tuple[Change, dict[str, int], list[float]]] = {}
     for c in report.changes:
@@ -136,9 +136,11 @@ def grouped(report: Record) -> list[tuple[Change, dict[str, int], float | None]]
         for where, count in c.places.items():
             places[where] = places.get(where, 0) + count
         ratios += [] if c.ratio is None else [c.ratio]
-    whole = _gain(report) or 0.0 if len(out) == 1 else 0.0
+    least = (
+        1.005 * (_gain(report) or 0.0) if len(out) == 1 else 0.0
+    )  # another number, in three digits
     found = ((c, places, min(ratios, default=None)) for c, places, ratios in out.values())
-    return [(c, places, gain if (gain or 0.0) >= whole else None) for c, places, gain in found]
+    return [(c, places, gain if (gain or 0.0) > least else None) for c, places, gain in found]
 
 
 def gain_there(ratio: float | None) -> str:
@@ -188,13 +190,18 @@ def considered(report: Record) -> list[RouteUse]:
     Refusals that differ by their predicted gain alone are one, with the range of the gains. Left
     out are conflicts with what was done at all their lines, and parts that were not searched.
     """
-    rewritten = {where for c in report.changes for where in c.places}
     groups: dict[tuple, list[RouteUse]] = defaultdict(list)
     for use in (r for r in report.routes if not r.taken and r.name != SEARCH):
-        if obstacle_of(use.reason) is Obstacle.CONFLICT and rewritten.issuperset(use.places):
+        if is_superseded(use, report.changes):
             continue
         groups[use.name, use.rules, _FACTOR.sub("", use.reason)].append(use)
     return sorted(map(_merged, groups.values()), key=lambda r: -(r.ratio or 0))
+
+
+def is_superseded(use: RouteUse, changes: list[Change]) -> bool:
+    """Return True for a conflict with what was done at all lines of a refusal."""
+    rewritten = {where for c in changes for where in c.places}
+    return obstacle_of(use.reason) is Obstacle.CONFLICT and rewritten.issuperset(use.places)
 
 
 def _merged(uses: list[RouteUse]) -> RouteUse:
@@ -223,7 +230,13 @@ def named(use: RouteUse) -> str:
 
 
 def _search(report: Record) -> Iterator[str]:
+    yield from measurements(report)
     yield f"rule search: {search(report)}; optimiser {units.duration(report.time_s)}"
+
+
+def measurements(report: Record) -> list[str]:
+    """Return what `tune=True` has measured, for a reader."""
+    return [f"{r.name}: {r.reason}" for r in report.routes if r.taken and r.name == "tune"]
 
 
 def search(report: Record) -> str:

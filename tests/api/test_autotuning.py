@@ -102,10 +102,12 @@ def test_a_refused_candidate_is_measured_and_taken(monkeypatch: pytest.MonkeyPat
 
 def test_the_report_tells_times_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, gains(lora=1.5, selection=0.5))
-    _, use, _ = tune()
+    report, use, _ = tune()
+    assert f"\ntune: {use.reason}\n" in str(report)
+    assert use.reason in report.to_html()
     assert use.reason == (
-        "measured: without lora 502 us ± 0%, as the model chooses 753 us ± 0%, "
-        "as written 1 ms ± 0%; every candidate is measured"
+        "measured: without lora 502 µs ± 0%, as the model chooses 753 µs ± 0%, "
+        "as written 1.00 ms ± 0%; every candidate is measured"
     )
     assert use.ratio == pytest.approx(2.0)
 
@@ -187,7 +189,7 @@ def test_a_choice_is_measured_once_per_machine(monkeypatch: pytest.MonkeyPatch) 
     again, use, found = tune()  # a new function, as in a new process
     assert len(measured) == count
     assert found == done == {"selection"}
-    assert use.reason.startswith("measured before: without lora 502 us")
+    assert use.reason.startswith("measured before: without lora 502 µs")
     assert str(again.after.jaxpr) == str(first.after.jaxpr)
     tune(numerics="finite")
     assert len(measured) > count, "other options are another choice"

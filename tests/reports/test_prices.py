@@ -392,6 +392,7 @@ def test_operations_without_flops_are_named():
     )
     assert report.before.flops is None
     assert "  without a price: lu" in str(report)
+    assert "an operation has no price" in report.to_html()
 
 
 def test_refused_form_is_written_out():

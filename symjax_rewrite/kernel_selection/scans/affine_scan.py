@@ -162,7 +162,7 @@ def scan_of(
             return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
         before, after = found[0]
         kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
-        return kernel, "the longest axis of its states innermost"
+        return kernel, "it is laid out with its longest axis last"
     if kernels == "auto":
         chosen = cuda_backend(spec)
         if not hasattr(chosen, "run"):
