@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
+from symjax_rewrite.cost.light_programs import is_light
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Program, Value
@@ -216,6 +217,7 @@ class Context:
     selects: Callable[[Candidate, Program], bool] = lambda *_: True
     call_s: float = 0.0
     _terms: tuple[Program, Terms] | None = field(default=None)
+    _light: tuple[Program, bool] | None = field(default=None)
 
     def has(self, name: str) -> bool:
         """Return True if the pack permits a named transformation that is no rule."""
@@ -239,6 +241,12 @@ class Context:
         if self._terms is None or self._terms[0] is not program:
             self._terms = (program, self._build(program))
         return self._terms[1]
+
+    def is_light(self, program: Program) -> bool:
+        """Return True if no pass of terms can gain on a program (`cost.light_programs`)."""
+        if self._light is None or self._light[0] is not program:
+            self._light = (program, is_light(program, self.device))
+        return self._light[1]
 
     def program_seconds(self, program: Program) -> float:
         """Return the modelled seconds of a call of a program, with the bodies of its loops."""

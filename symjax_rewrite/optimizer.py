@@ -23,7 +23,6 @@ from symjax_rewrite.candidates import (
 )
 from symjax_rewrite.codegen import emission
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.light_programs import is_light
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
@@ -299,7 +298,7 @@ class _Run:
         context = self.context
         asked = context.options.kernels not in ("auto", "off") or context.frozen
         asked = asked or context.allowed is not None
-        return not asked and is_light(self.program, context.device)
+        return not asked and context.is_light(self.program)
 
     def _run(self, each: Pass) -> None:
         if self.seen.get(each.name) is self.program:

@@ -60,4 +60,4 @@ PASSES: tuple[Pass, ...] = (
 )
 
 # Passes of loops and of the bodies in them; the others work on index terms and large arrays.
-OF_LOOPS = frozenset({"differentiated_loops", "affine_trees", "loops", "bodies"})
+OF_LOOPS = frozenset({"differentiated_loops", "paired_steps", "affine_trees", "loops", "bodies"})

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.light_programs import is_light, launch_seconds
+from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
@@ -122,7 +122,7 @@ def _small(
         return [c for c in found if not large(c)]
 
     asked = [c for c in found if c.share]
-    if is_light(program, device):  # its terms need not be read
+    if context.is_light(program):  # its terms need not be read
         small = among(asked, launch_seconds(program, device))
         if len(small) == len(asked):
             return small

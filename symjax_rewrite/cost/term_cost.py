@@ -22,6 +22,8 @@ from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import Node
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
+LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
+HALF = ("bfloat16", "float16")  # a step of float32 is several of their steps
 
 
 @cache
@@ -144,8 +146,6 @@ class CostModel:
 
     def _packing(self, g: EGraph, sizes: tuple[Dim, ...], node: Node) -> float:
         """Return the seconds in which a product copies its operands; none beside a vector."""
-        if not is_dot(node):
-            return 0.0
         a, b = node.args
         free = []
         for x, y in ((a, b), (b, a)):
@@ -172,14 +172,6 @@ class CostModel:
         for s in sizes:
             out *= s if isinstance(s, int) else max(self.at(s), 0)  # `n - 3` where n is a sample
         return out
-
-    def _half(self, dtype: str) -> float:
-        """Return how many steps of float32 an elementwise operation takes."""
-        return self.device.half_steps if dtype in ("bfloat16", "float16") else 1.0
-
-    def _steps(self, node: Node) -> float:
-        """Return the elements combined for one element of the result."""
-        return 1.0 if node.op == op.TAKE else self._count(node.bound)
 
     def class_bytes(self, g: EGraph, cls: int) -> float:
         """Return the bytes of a class's value."""
@@ -261,28 +253,27 @@ class CostModel:
         found = self._facts.get(id(node))
         if found is not None:
             return found
-        c, bound = g.classes[cls], node.bound
+        c, kind = g.classes[cls], node.op
         count = self._count(c.sizes)
-        flops = None
+        written = count * itemsize(c.dtype)
+        work = count * self._count(node.bound) if node.bound and kind != op.TAKE else count
+        work *= steps_of(node, self.device)
+        if c.dtype in HALF:
+            work *= self.device.half_steps
+        flops, peak, packing = None, 1.0, 0.0
         if is_dot(node):
-            flops = 2 * count * self._count(bound)
-        elif node.op in (op.INVERSE, op.SOLVE, op.CONV):
+            flops = 2 * count * self._count(node.bound)
+            packing = self._packing(g, c.sizes, node)
+        elif kind in LIBRARY:
             flops = self._library_flops(g, cls, node)
+        if flops is not None:
+            peak = self._peak(g, node)
         args = tuple([a.cls for a in node.args])
+        args = args if len(args) < 2 else tuple(dict.fromkeys(args))
+        is_kernel = flops is not None or kind == op.CUMSUM
+        pages = self.device.page_seconds(written)
         found = Facts(
-            node,
-            args if len(args) < 2 else tuple(dict.fromkeys(args)),
-            flops is not None or node.op == op.CUMSUM,
-            node.op in FREE,
-            count * itemsize(c.dtype),
-            count
-            * (self._steps(node) if bound else 1.0)
-            * steps_of(node, self.device)
-            * self._half(c.dtype),
-            flops,
-            1.0 if flops is None else self._peak(g, node),
-            self._packing(g, c.sizes, node),
-            self.device.page_seconds(count * itemsize(c.dtype)),
+            node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages
         )
         self._facts[id(node)] = found
         return found

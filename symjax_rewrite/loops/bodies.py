@@ -29,8 +29,9 @@ class Bodies:
         """Yield the equations that have a body with a cheaper form."""
         context.loops.update((id(e.eqn), e.eqn) for e in program.equations)
         sinkable = Sinkable(program, context.device.loops.least_unwritten_bytes)
+        fuses = context.has(FUSION)
         for e in program.equations:
-            inside = _with_kernels(e, sinkable, context) if context.has(FUSION) else None
+            inside = _with_kernels(e, sinkable, context) if fuses else None
             if inside is not None:
                 yield inside
                 continue

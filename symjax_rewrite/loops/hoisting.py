@@ -69,7 +69,7 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 
 def is_steppable(e: Equation) -> bool:
     """Return True if an equation can run for all steps at once."""
-    return not e.eqn.effects and e.name in ROWS and not jax_internals.bodies(e.eqn)
+    return e.name in ROWS and not e.eqn.effects and not jax_internals.bodies(e.eqn)
 
 
 def _gains(alone: float, together: float, written: float, device: Device) -> bool:
@@ -91,8 +91,8 @@ class _Plan:
     def find_once(self) -> None:
         """Find the expensive loop-invariant equations."""
         heavy = [e for e in self.equations if self._is_at(e, 0) and is_heavy(e.eqn)]
-        moved = self._cone(heavy, lambda e: self._is_at(e, 0))
-        if self._bytes(self._read_elsewhere(moved)) > self.room:
+        moved = self._cone(heavy, lambda e: self._is_at(e, 0)) if heavy else []
+        if moved and self._bytes(self._read_elsewhere(moved)) > self.room:
             self._refuse_large("invariant work stays in the loop: its results are too large")
         else:
             self.motion.once = moved
@@ -114,6 +114,8 @@ class _Plan:
             elif e in wanted or _gains(*self._apart(e), written, self.device):
                 room -= written
                 roots.append(e)
+        if not roots:
+            return
         moved = self._with_followers(self._cone(roots, known))
         if self.device.loops.cut_sums_are_slow and self._are_cut(moved):
             reason = "products of all steps stay in the loop: their sums are cut in parts"
@@ -123,11 +125,11 @@ class _Plan:
 
     def find_after(self) -> None:
         """Find the products with fixed weights that only stacked results depend on."""
-        stays = self._read_by_carries()
+        found = [e for e in self.equations if e.name in STACKABLE and self._is_at(e, 2)]
+        found = [e for e in found if self._has_weights(e)]
+        stays = self._read_by_carries() if found else set()
         moved: list[Equation] = []
-        for e in self.equations:
-            if e.name not in STACKABLE or not self._is_at(e, 2) or not self._has_weights(e):
-                continue
+        for e in found:
             if not stays.isdisjoint(e.outvals):
                 continue
             tail = dependents(self.equations, (), {*moved, e})
@@ -167,7 +169,7 @@ class _Plan:
 
     def add_leaves(self) -> None:
         """Add slices together with their operands, unless the operands are expensive and stay."""
-        for top, moved in enumerate((self.motion.once, self.motion.before)):
+        for top, moved in enumerate((self.motion.once, self.motion.before) if self.leaves else ()):
             chosen = {v for v in self.leaves if self.level[v] == top}
             roots = [e for e in self.equations if not chosen.isdisjoint(e.outvals)]
             more = set(self._cone(roots, lambda e, top=top: self._is_at(e, top))).difference(moved)
@@ -179,6 +181,8 @@ class _Plan:
     def add_fixed_reads(self) -> None:
         """Add loop-invariant values that are read outside the loop to the motion."""
         outside = (*self.motion.before, *self.motion.after)
+        if not outside:
+            return
         reads = {v for e in outside for v in e.reads}
         roots = [e for e in self.equations if not reads.isdisjoint(e.outvals) and self._is_at(e, 0)]
         fixed = self._cone(roots, lambda e: not e.eqn.effects)

@@ -91,6 +91,7 @@ class ImprovedLoops:
             context.reorders(),
             optimise,
             lambda loop: self.route(loop, context.options, context.device),
+            context.is_light(program),
         )
         yield from search.loops(context.loops) if context.loops else search.every()
 
@@ -135,15 +136,16 @@ class LoopSearch:
         reorders: bool = True,
         optimise: Callable[[ClosedJaxpr], ClosedJaxpr | None] = lambda _: None,
         route: Callable[[Loop], Routed] | None = None,
+        light: bool = False,
     ) -> None:
         self.program, self.device, self.passes = program, device, passes
-        self.reorders, self.optimise, self.route = reorders, optimise, route
+        self.reorders, self.optimise, self.route, self.light = reorders, optimise, route, light
         self.around = Surroundings(program)
 
     def every(self) -> Iterator[Found]:
         """Yield what is found in trees of steps, equal steps, pairs of loops, and other loops."""
         yield from self.trees()
-        for unrolled in find_unrolled(self.around) if self.reorders else ():
+        for unrolled in find_unrolled(self.around) if self.reorders and not self.light else ():
             yield self._unrolled(unrolled)
         paired: set[int] = set()
         if RECOMPUTATION in self.passes:

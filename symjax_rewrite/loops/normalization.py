@@ -239,9 +239,9 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
     for e in loop.body.equations:
         params = None if e.eqn.effects else params_key(e.eqn.params)
         if params is not None:
-            reads = tuple(value_key(sub.get(v, v) if isinstance(v, int) else v) for v in e.invals)
-            types = tuple([v.aval for v in e.eqn.outvars])
-            meet((e.name, params, reads, types), e.outvals)
+            values = [sub.get(v, v) if isinstance(v, int) else value_key(v) for v in e.invals]
+            weak = [getattr(v.aval, "weak_type", False) for v in e.eqn.outvars]
+            meet((e.name, params, *values, *weak), e.outvals)
     return sub
 
 

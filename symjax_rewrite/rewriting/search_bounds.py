@@ -39,7 +39,17 @@ def savings_bound(cost: Cost, g: EGraph, region: Region, model: CostModel) -> fl
     """
     made = set(region.classes).difference(region.leaves)
     products = sum([model.facts_of(g, c, node_of(g, c)).is_kernel for c in made])
-    return cost.seconds - max(cost.launches - products, 0) * model.device.launch_s
+    launches_s = max(cost.launches - products, 0) * model.device.launch_s
+    return cost.seconds - launches_s - _least_traffic(g, region, made, model)
+
+
+def _least_traffic(g: EGraph, region: Region, made: set[int], model: CostModel) -> float:
+    """Return the seconds to read every input of a region once and to write its results."""
+    if any(node_of(g, c).op not in (ADD, CONTRACT, CONST) for c in made):
+        return 0.0  # inputs may be read in part, or be results
+    moved = sum([model.class_bytes(g, c) for c in region.leaves])
+    moved += sum([model.class_bytes(g, c) for c in region.roots if c not in region.fused])
+    return moved / model.device.bytes_per_s
 
 
 def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:

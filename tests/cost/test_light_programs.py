@@ -8,6 +8,7 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.cost.light_programs import is_light
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.passes import OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.algebra import Algebra
 
 CPU = DEVICES["cpu"]
@@ -62,3 +63,7 @@ def test_loops_in_light_programs_are_still_improved():
     shapes = (3,), (64, 512), (512, 512)
     report = sym_optimize(run).explain(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
     assert [r.name for r in report.rules] == ["loop_batching"]
+
+
+def test_the_passes_that_run_on_light_programs_are_those_of_loops():
+    assert {p.name for p in PASSES if ".loops." in type(p).__module__} == OF_LOOPS
