@@ -14,8 +14,8 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
-from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
+from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.replacement import ConflictError, Part, Staged, live_values, replaced
 from symjax_rewrite.obstacles import Obstacle
 
 
@@ -93,14 +93,31 @@ def _removed_copies(
     for key, members in groups.items() if before > least else ():
         if not margins.pays_beside(members, -before, device):  # not even without all copies
             continue
+        parts = [p for c in members for p in c.parts]
         try:
-            made = replaced(program, [p for c in members for p in c.parts], staged)
+            near = transposed_seconds(program, device, _beside(program, parts))
+            if not margins.pays_beside(members, -near, device):
+                continue
+            made = replaced(program, parts, staged)
         except ConflictError:
             continue
         gone = before - transposed_seconds(made, device)
         if gone > least and margins.pays_beside(members, -gone, device):
             removed[key] = gone
     return removed
+
+
+def _beside(program: Program, parts: Sequence[Part]) -> list[Equation]:
+    """Return the equations that parts replace or leave dead, and those that read what these read.
+
+    Raises:
+        ConflictError: some part reads a value that nothing computes.
+    """
+    left = live_values(program, parts).difference([v for p in parts for v in p.gives])
+    gone = [e for e in program.equations if left.isdisjoint(e.outvals)]
+    read = {v for e in gone for v in e.reads}
+    stay = [e for e in program.equations if not left.isdisjoint(e.outvals)]
+    return [*gone, *[e for e in stay if not read.isdisjoint(e.reads)]]
 
 
 def _small(

@@ -156,10 +156,12 @@ class Device:
             precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32,
                 and an algorithm such as "BF16_BF16_F32_X3" names a dtype and a number of products.
         """
-        if algorithm := _ALGORITHM.search(str(precision)):
-            dtype, products = algorithm.groups()
-            return self.peak(_MULTIPLIED[dtype]) / int(products or 1)
-        usual = precision is None or str(precision).lower() == "default"
+        usual = precision is None
+        if not usual:
+            if algorithm := _ALGORITHM.search(str(precision)):
+                dtype, products = algorithm.groups()
+                return self.peak(_MULTIPLIED[dtype]) / int(products or 1)
+            usual = str(precision).lower() == "default"
         if dtype == "float32" and usual and "tf32" in self.flops_per_s:
             return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])

@@ -19,8 +19,13 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE
 
 
-def transposed_seconds(program: Program, device: Device) -> float:
-    """Return the seconds of the transposed copies in a program, without those inside loops."""
+def transposed_seconds(
+    program: Program, device: Device, within: Collection[Equation] | None = None
+) -> float:
+    """Return the seconds of the transposed copies in a program, without those inside loops.
+
+    within: the equations whose copies count; None for all.
+    """
     if device.layouts is None:
         return 0.0
     users, outputs = users_of(program.equations), {*numbers(program.outputs)}
@@ -34,7 +39,7 @@ def transposed_seconds(program: Program, device: Device) -> float:
     shared = {v for v, readers in users.items() if len(readers) > 1}
     copies = _Copies(makers_of(program.equations), shared, device, device.layouts)
     seconds = 0.0
-    for e in program.equations:
+    for e in program.equations if within is None else within:
         if e.name == "transpose" and e.outvals[0] not in folded:
             order = range(len(e.eqn.params["permutation"]))
             seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, order)

@@ -64,6 +64,7 @@ def best_order(
     pairs: Pairs,
     free: int = 0,
     repeats: Repeats | None = None,
+    least: float = 0.0,
 ) -> tuple[Tree, float] | None:
     """Return the cheapest tree over all factors.
 
@@ -75,6 +76,7 @@ def best_order(
         free: the bit set of factors whose joins among themselves cost nothing (frozen weights).
         repeats: keys that recognise a join of two equal products, which is computed once (AᵀB AᵀB
             is a square). None: no product is recognised.
+        least: seconds that every join costs at least that sums over an index.
 
     Returns:
         The tree (leaves are factor numbers) and its cost; None if the budget is exhausted.
@@ -82,7 +84,7 @@ def best_order(
     groups: dict[tuple[int, bool], list[int]] = {}
     for k, mask in enumerate(factors):
         groups.setdefault((mask, bool(free >> k & 1)), []).append(k)
-    search = _Orders(factors, out, cost_of, pairs, free, repeats)
+    search = _Orders(factors, out, cost_of, pairs, free, repeats, least)
     if len(groups) == len(factors):
         return search.order()
     # Factors over the same indices are multiplied first, because the result is no larger than they
@@ -126,6 +128,7 @@ class _Orders:
     pairs: Pairs
     free: int
     repeats: Repeats | None
+    least: float
 
     def order(self) -> tuple[Tree, float] | None:
         """Return the cheapest tree over all factors and its cost; None if the budget ran out."""
@@ -173,7 +176,10 @@ class _Orders:
             elif known[0] <= total:
                 continue
             if both & ~free:
-                total += self.cost_of(kept[left], kept[right], kept[both])
+                mine, other, rest = kept[left], kept[right], kept[both]
+                if known is not None and known[0] <= total + self.least and mine & other & ~rest:
+                    continue
+                total += self.cost_of(mine, other, rest)
             if known is None or total < known[0]:
                 best[both] = (total, (a[1], b[1]))
         full = (1 << n) - 1

@@ -6,7 +6,7 @@ Contraction order is not saturated: only the tree found by dynamic programming b
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import or_
 from typing import Any
 
@@ -93,7 +93,7 @@ class _TreeBuilder:
         self.out_mask = (1 << p.out) - 1
         self.whole = [_mask([f]) for f in p.factors]
         self.inner: list[int] = []  # classes of the products within the tree
-        self._volume = {0: 1.0}
+        self._count = _Volumes(self.numbers).__getitem__
 
     def solve(self) -> Ref | None:
         factors = [self._sum_private(k) for k in range(len(self.whole))]
@@ -110,7 +110,8 @@ class _TreeBuilder:
         if tree is None:
             form_of = functools.partial(self._form, factors)
             repeats = Repeats(kinds, form_of) if len(number) < len(factors) else None
-            found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats)
+            least = ctx.model.device.launch_s
+            found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats, least)
             if found is None:
                 ctx.refuse(
                     "contraction_order",
@@ -202,13 +203,21 @@ class _TreeBuilder:
             return self.ctx.model.join_seconds(flops, read, made, self.dtype, rows)
         return self._count(left | right) / d.elementwise_per_s + (read + made) / d.bytes_per_s
 
-    def _count(self, mask: int) -> float:
-        got = self._volume.get(mask)
-        if got is None:
-            last = mask.bit_length() - 1
-            got = self._count(mask ^ 1 << last) * self.numbers[last]
-            self._volume[mask] = got
-        return got
+
+class _Volumes(dict[int, float]):
+    """The number of elements over a set of indices; each is computed once.
+
+    numbers: the size of every index.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__({0: 1.0})
+        self.numbers = numbers
+
+    def __missing__(self, mask: int) -> float:
+        last = mask.bit_length() - 1
+        made = self[mask] = self[mask ^ 1 << last] * self.numbers[last]
+        return made
 
 
 def _mask(refs: Iterable[Ref]) -> int:
