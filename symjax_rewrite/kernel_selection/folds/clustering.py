@@ -467,7 +467,11 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
     gradients by keys and by values share one fold.
     """
     least: dict[int, int] = {}
-    depth = _levels(t, need, taken, least)
+    members = [m for c in taken for m in c.members]
+    later = cone([m.reduction.cls for m in members], lambda c: need.users.get(c, ()))
+    order = [c for c in need.order if c in later]  # no fold precedes any other class
+    ways = {m.reduction.cls: (m, _ways(m)) for m in members}
+    depth = _levels(t, need, order, ways, least)
     for cluster in taken:
         alike: dict[tuple, list[ClusterMember]] = {}
         for m in cluster.members:
@@ -476,12 +480,12 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
         for group in alike.values():
             for level, later in pairwise(sorted({m.level for m in group})):
                 early = {m.reduction.cls: later for m in group if m.level == level}
-                before = {m: m.level for c in taken for m in c.members}
-                depth = _levels(t, need, taken, {**least, **early})
+                before = {m: m.level for m in members}
+                depth = _levels(t, need, order, ways, {**least, **early})
                 if all(m.level == old for m, old in before.items() if m.reduction.cls not in early):
                     least |= early
                 else:
-                    depth = _levels(t, need, taken, least)
+                    depth = _levels(t, need, order, ways, least)
     return depth
 
 
@@ -493,29 +497,53 @@ def direction(cluster: Cluster, m: ClusterMember) -> tuple:
     return row, column, frozenset(ids.values()) - {row, column}, along
 
 
+def _ways(m: ClusterMember) -> list[_Way]:
+    """Return the forms of a candidate whose reads are known."""
+    found = [(form, reads(m.pair, form)) for form in forms(m.pair, m.reduction)]
+    return [
+        _Way(form, [r.cls for r in read], [r.cls for addend in form for r in addend.rows()])
+        for form, read in found
+        if read is not None
+    ]
+
+
+class _Way(NamedTuple):
+    """A form of a candidate, with the classes that it reads, and those of its rows."""
+
+    form: Form
+    reads: list[int]
+    rows: list[int]
+
+
 def _levels(
-    t: TermGraph, need: Needed, taken: list[Cluster], least: dict[int, int]
+    t: TermGraph,
+    need: Needed,
+    order: list[int],
+    ways: dict[int, tuple[ClusterMember, list[_Way]]],
+    least: dict[int, int],
 ) -> dict[int, int]:
-    """Return the earliest level of every candidate, none before the `least` of its class."""
-    members = {m.reduction.cls: m for cluster in taken for m in cluster.members}
-    depth: dict[int, int] = {}
+    """Return the earliest level of every candidate, none before the `least` of its class.
+
+    order: the classes that are or depend on candidates; all others are of level 0. ways: by class,
+    its candidate and the forms of this.
+    """
+    depth = dict.fromkeys(need.order, 0)
 
     def depth_of(cls: int) -> int:
         if cls not in depth:  # a sum computed in the tile
             depth[cls] = max((depth_of(a.cls) for a in node_of(t.graph, cls).args), default=0)
         return depth[cls]
 
-    for cls in need.order:
-        m = members.get(cls)
-        if m is None:
-            depth[cls] = max((depth[a.cls] for a in node_of(t.graph, cls).args), default=0)
+    for cls in order:
+        if cls not in ways:
+            depth[cls] = max([depth[a.cls] for a in node_of(t.graph, cls).args], default=0)
             continue
-        choices: list[tuple[int, int, Form]] = []
-        for form in forms(m.pair, m.reduction):
-            read = reads(m.pair, form)
-            if read is not None:
-                level = max([least.get(cls, 0), *(depth_of(r.cls) for r in read)])
-                rows = [depth_of(r.cls) for addend in form for r in addend.rows()]
-                choices.append((level, max([level + 1, *rows]), form))
-        m.level, depth[cls], m.form = min(choices, key=lambda choice: choice[0])
+        m, choices = ways[cls]
+        levels = [max([least.get(cls, 0), *map(depth_of, way.reads)]) for way in choices]
+        after = [
+            max([level + 1, *map(depth_of, way.rows)])
+            for level, way in zip(levels, choices, strict=True)
+        ]
+        best = levels.index(min(levels))
+        m.level, depth[cls], m.form = levels[best], after[best], choices[best].form
     return depth
