@@ -24,7 +24,7 @@ def _scaled_by_frozen(
     ctx: RuleContext, cls: int, node: Node
 ) -> tuple[Ref, list[Ref], Product] | None:
     """Return `(x, scales)` of an elementwise product of frozen scales and one varying operand."""
-    if node.bound or ctx.frozen(cls) or is_half(ctx.g.classes[cls].dtype):
+    if not ctx.has_frozen or node.bound or ctx.frozen(cls) or is_half(ctx.g.classes[cls].dtype):
         return None
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1 and not is_sum_of_products(ctx, d))
     varying = [f for f in p.factors if not ctx.frozen(f.cls)]

@@ -142,7 +142,10 @@ def _product(ctx: RuleContext, cls: int, node: Node) -> Product | None:
     """
     if not _is_wide_float(ctx.g.classes[cls].dtype) or node is not product_node(ctx.g, cls):
         return None
-    return expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
+    known = ctx.g.facts("keeps sums")
+    if cls not in known:
+        known[cls] = expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
+    return known[cls]
 
 
 def _sides(p: Product, factor: Ref, total: Node) -> tuple[PairTerm, PairTerm] | None:

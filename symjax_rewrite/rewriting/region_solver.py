@@ -129,6 +129,7 @@ class Solver:
                 frozen=frozen,
                 storage=lambda c: region.tags[leaves[c]][1] if c in leaves else g.classes[c].dtype,
                 pairs=Pairs.of(options.budget.pairs),
+                has_frozen=bool(frozen.leaves),
                 trees=self.context.kept.setdefault("trees", {}),
             )
             for model in models

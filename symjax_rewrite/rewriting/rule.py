@@ -72,11 +72,11 @@ class RuleContext:
     """The context of a rule: the e-graph, sizes as numbers, use counts, and permitted numerics.
 
     uses: the number of consumers of a class in the traced program (1 for classes that rules added).
-    frozen: True if a class depends on frozen arguments alone. refused: reasons why a rule that
-    matched did not fire, for the report. ordered: products whose cheapest order is known. trees:
-    the cheapest trees of products by shape, of other regions too. whole: sums that rules added and
-    that lose digits if they are distributed, flattened or factored; means that are read twice as
-    one rounded value.
+    frozen: True if a class depends on frozen arguments alone. has_frozen: False if none does.
+    refused: reasons why a rule that matched did not fire, for the report. ordered: products whose
+    cheapest order is known. trees: the cheapest trees of products by shape, of other regions too.
+    whole: sums that rules added and that lose digits if they are distributed, flattened or
+    factored; means that are read twice as one rounded value.
     """
 
     g: EGraph
@@ -86,6 +86,7 @@ class RuleContext:
     frozen: Callable[[int], bool]
     storage: Callable[[int], str]
     pairs: Pairs
+    has_frozen: bool = True
     refused: dict[tuple[str, str], int] = field(default_factory=dict)
     ordered: dict[tuple, Ref | None] = field(default_factory=dict)
     trees: dict[tuple, Tree] = field(default_factory=dict)
