@@ -104,6 +104,7 @@ def expressible(spec: ScanSpec) -> Support:
     summed = {a for r in spec.readouts for a in r.over}
     refusal = first_reason(
         (len(summed) > 1, "readouts sum over more than one axis"),
+        (any(r.total for r in spec.readouts), "a readout sums over the steps"),
         (any(spec.size[a] > MOST_STATES for a in summed), f"a sum over more than {MOST_STATES}"),
     )
     if not refusal:

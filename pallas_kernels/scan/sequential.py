@@ -27,11 +27,17 @@ from symjax_rewrite.pallas_kernels.scan.block import (
     start_state,
     without_ones,
 )
-from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes, wide_order
+from symjax_rewrite.pallas_kernels.scan.spec import (
+    ScanSpec,
+    result_shapes,
+    summing_totals,
+    wide_order,
+)
 
 Array = Any
 
 
+@summing_totals
 def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     """Compute a scan by its definition, one step after the other.
 
@@ -49,6 +55,7 @@ def supports_turns(spec: ScanSpec) -> Support:
     return YES if spec.length else Reason("there are no steps")
 
 
+@summing_totals
 def scan_turns(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     """Run a scan with at least one step, as `scan_reference`, with the longest axis innermost."""
     shapes = [shape for shape, _ in result_shapes(spec)]

@@ -14,9 +14,10 @@ be stored for all times at once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,6 +64,7 @@ class Readout:
         dtype: dtype of the result; the scan's if left out.
         factor: given where `program` is the state after the step times a function of the operands.
             That function, as `fun(values, t)`: such a sum is also a matrix product.
+        total: True for one result in all, the sum over the steps; then there is no `finish`.
     """
 
     program: ScanProgram | None = None
@@ -71,6 +73,7 @@ class Readout:
     axes: tuple[str, ...] | None = None
     dtype: str | None = None
     factor: ScanProgram | None = None
+    total: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,8 @@ def readout_axes(spec: ScanSpec, readout: Readout) -> tuple[str, ...]:
     """Return the axes of a readout's result, in order."""
     if readout.axes is not None:
         return readout.axes
-    return (spec.time, *(a for a in spec.state if a not in readout.over))
+    steps = () if readout.total else (spec.time,)
+    return (*steps, *(a for a in spec.state if a not in readout.over))
 
 
 def result_axes(spec: ScanSpec) -> tuple[tuple[str, ...], ...]:
@@ -210,6 +214,25 @@ def wide_order(spec: ScanSpec) -> tuple[str, ...]:
     return (*(a for a in spec.state if a != last), *(a for a in spec.state if a == last))
 
 
+def summing_totals(run: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """Let a backend that returns the results of every step run scans with totals too."""
+
+    @functools.wraps(run)
+    def summed(spec: ScanSpec, *operands: Any, **options: Any) -> tuple[Array, ...]:
+        each = [
+            replace(r, total=False, axes=(spec.time, *readout_axes(spec, r))) if r.total else r
+            for r in spec.readouts
+        ]
+        made = run(replace(spec, readouts=tuple(each)), *operands, **options)
+        totals = [r.total for r in spec.readouts] + [False] * spec.last
+        return tuple(
+            jnp.sum(x, 0, dtype=x.dtype) if total else x
+            for x, total in zip(made, totals, strict=True)
+        )
+
+    return summed
+
+
 def programs_of(spec: ScanSpec) -> tuple[ScanProgram, ...]:
     """Return every program of a scan."""
     found = [p for r in spec.readouts for p in (r.program, r.factor, r.finish) if p is not None]
@@ -230,7 +253,8 @@ def _validate(spec: ScanSpec) -> None:
         check(spec.time not in axes, "the initial state has a time axis", axes)
     for readout in spec.readouts:
         check(set(readout.over) <= set(spec.state), "a sum over what is no axis", readout.over)
-        left = {*known} - set(readout.over)
+        check(not (readout.total and readout.finish), "a finish of a total", readout.over)
+        left = {*known} - set(readout.over) - ({spec.time} if readout.total else set())
         axes = readout_axes(spec, readout)
         check(set(axes) == left and len(axes) == len(left), "a result's axes", axes)
         for number in readout.finish.reads if readout.finish else ():

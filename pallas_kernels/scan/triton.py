@@ -120,7 +120,7 @@ def parts_bytes(spec: ScanSpec) -> int:
     spec, _ = without_ones(spec)
     sweep = Sweep.of(spec, triton_cut(spec))
     pairs = zip(spec.readouts, sweep.written(), strict=False)
-    return 2 * sum(x.size * x.dtype.itemsize for r, x in pairs if sweep.parted(r))
+    return 2 * sum(x.size * x.dtype.itemsize for r, x in pairs if sweep.parted(r) or r.total)
 
 
 def scan_triton(
@@ -144,7 +144,7 @@ def scan_triton(
     maps: Sequence[Array] = ()
     if sweep.grid[1] > 1:
         one = jax.ShapeDtypeStruct((sweep.grid[1], *spec.state_shape), carried(spec))
-        block = sweep.block(("chunk", *spec.state))
+        block = sweep.block((CHUNK, *spec.state))
         maps = pl.pallas_call(
             partial(_run, sweep, Body.summarise),
             in_specs=reads,
@@ -167,7 +167,7 @@ def scan_triton(
     )(*operands, *maps)
     whole = []
     for x, axes, (shape, dtype) in zip(results, sweep.written_axes(), shapes, strict=True):
-        parts = tuple(k for k, a in enumerate(axes) if isinstance(a, ProgramsAlong))
+        parts = tuple(k for k, a in enumerate(axes) if _is_part(a))
         whole.append((jnp.sum(x, parts) if parts else x).astype(dtype).reshape(shape))
     return tuple(whole)
 
@@ -198,6 +198,12 @@ class ProgramsAlong(NamedTuple):
 
 
 Axis = str | ProgramsAlong
+CHUNK = "chunk"  # the axis of what each chunk of time writes
+
+
+def _is_part(axis: Axis) -> bool:
+    """Return True for an axis over which parts of a sum are added afterwards."""
+    return isinstance(axis, ProgramsAlong) or axis == CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +263,19 @@ class Sweep:
 
     def written_axes(self) -> list[tuple[Axis, ...]]:
         """Return the axes of what the kernel writes: of sums over other programs, the parts."""
-        parts = [tuple(map(ProgramsAlong, self.parted(r))) for r in self.spec.readouts]
+        parts: list[tuple[Axis, ...]] = [
+            (*[CHUNK] * r.total, *map(ProgramsAlong, self.parted(r))) for r in self.spec.readouts
+        ]
         parts += [()] * self.spec.last
         return [(*p, *axes) for p, axes in zip(parts, result_axes(self.spec), strict=True)]
 
     def written(self) -> list[jax.ShapeDtypeStruct]:
         """Return the arrays that the kernel writes; parts in the dtype in which they are added."""
-        size = {**self.spec.size, **{ProgramsAlong(a): n for a, n in self.counts.items() if a}}
+        size: dict[Any, int] = {**self.spec.size, CHUNK: self.grid[1]}
+        size |= {ProgramsAlong(a): n for a, n in self.counts.items() if a}
         out = []
         for axes, (_, dtype) in zip(self.written_axes(), result_shapes(self.spec), strict=True):
-            has_parts = any(isinstance(a, ProgramsAlong) for a in axes)
+            has_parts = any(map(_is_part, axes))
             wide = accumulator(dtype) if has_parts else jnp.dtype(dtype)
             out.append(jax.ShapeDtypeStruct([size[a] for a in axes], wide))
         return out
@@ -274,7 +283,7 @@ class Sweep:
     def block(self, axes: Sequence[Axis]) -> pl.BlockSpec:
         """Return a program's block of an array: its rows, all of time, all of the summed axis."""
         extent: dict[Any, int] = {self.lane: self.rows, self.summed: self.summed_size}
-        extent |= {self.spec.time: self.grid[1] * self.chunk, "chunk": self.grid[1]}
+        extent |= {self.spec.time: self.grid[1] * self.chunk, CHUNK: self.grid[1]}
 
         def index(step: Any, chunk: Any) -> tuple[Any, ...]:
             del chunk
@@ -385,7 +394,7 @@ class Body:
 
         state = self.over_time(refs[:count], kind.monoid.identity([one, one]), step)
         for ref, x in zip(refs[count:], state, strict=True):
-            self.store(ref, ("chunk", *self.spec.state), {"chunk": self.number}, x, None)
+            self.store(ref, (CHUNK, *self.spec.state), {CHUNK: self.number}, x, None)
 
     def start(self, refs: Sequence[Any], maps: Sequence[Any]) -> Array:
         """Return the state before this program's chunk."""
@@ -398,8 +407,8 @@ class Body:
             return h
 
         def apply(j: Any, h: Array) -> Array:
-            axes = ("chunk", *spec.state)
-            a, b = (self.load(ref, axes, {"chunk": j}) for ref in maps)
+            axes = (CHUNK, *spec.state)
+            a, b = (self.load(ref, axes, {CHUNK: j}) for ref in maps)
             after = keeping_nan(kind.step)(a, h, b)
             # A product of decays may overflow where the state is 0, and 0·inf would be NaN.
             return jnp.where(h == 0, b, after) if spec.kind == "affine" else after
@@ -414,18 +423,40 @@ class Body:
         results = refs[len(maps) :]
         kind = KINDS[spec.kind]
 
-        def step(h: Array, values: Any, t: Any, active: Any) -> Array:
+        totals = [(ref, r) for ref, r in zip(results, spec.readouts, strict=False) if r.total]
+
+        def step(state: tuple[Array, ...], values: Any, t: Any, active: Any) -> tuple[Array, ...]:
+            h, *before = state
+            sums = list[Array]()
             a, b = self.coefficients(values, t)
             after = keeping_nan(kind.step)(a, h, b)
             for ref, readout in zip(results, spec.readouts, strict=False):
                 made = self.read_out(readout, h, after, values, t)
-                self.store(ref, readout_axes(spec, readout), {spec.time: t}, made, active)
-            return after if active is None else jnp.where(active, after, h)
+                if readout.total:
+                    total = before[len(sums)]
+                    sums.append(total + made.astype(total.dtype))
+                else:
+                    self.store(ref, readout_axes(spec, readout), {spec.time: t}, made, active)
+            new = after, *sums
+            if active is None:
+                return new
+            return tuple(jnp.where(active, x, y) for x, y in zip(new, state, strict=True))
 
-        h = self.over_time(given, self.start(given, maps), step)
+        zeros = (
+            jnp.zeros(self.shape_read(r), accumulator(r.dtype or spec.dtype)) for _, r in totals
+        )
+        h, *sums = self.over_time(given, (self.start(given, maps), *zeros), step)
+        for (ref, readout), x in zip(totals, sums, strict=True):
+            self.store(ref, (CHUNK, *readout_axes(spec, readout)), {CHUNK: self.number}, x, None)
         if spec.last:
             active = None if self.sweep.grid[1] == 1 else self.number == self.sweep.grid[1] - 1
             self.store(results[-1], spec.state, {}, h, active)
+
+    def shape_read(self, readout: Readout) -> tuple[int, int]:
+        """Return the shape of a readout of one step in a program."""
+        rows, width = self.sweep.tile
+        over = readout.over
+        return 1 if self.sweep.lane in over else rows, 1 if self.sweep.summed in over else width
 
     def read_out(self, readout: Readout, before: Array, after: Array, values: Any, t: Any) -> Array:
         """Return a readout of one step as [rows, held], or [rows, 1] if it is a sum."""

@@ -26,11 +26,12 @@ from symjax_rewrite.pallas_kernels.scan.block import (
 )
 from symjax_rewrite.pallas_kernels.scan.cost import block_steps, runs_in_turns, tree_steps
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
-from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes
+from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes, summing_totals
 
 Array = Any
 
 
+@summing_totals
 def scan_xla(
     spec: ScanSpec, *operands: Any, steps: int | None = None, tree: bool | None = None
 ) -> tuple[Any, ...]:

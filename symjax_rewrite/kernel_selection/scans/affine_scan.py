@@ -122,8 +122,11 @@ class ScanKernel:
         kernel = jax_internals.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
         known.pop(carry.inner, None)  # `steps` holds the state of every step
-        for v, y in zip(self.read_out, ys, strict=True):
-            steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
+        for v, y, readout in zip(self.read_out, ys, self.spec.readouts, strict=True):
+            if readout.total:
+                known[v] = lax.reshape(y, avals[v].shape)
+            else:
+                steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         values.run_all(self.tail)
         return lax.reshape(last, avals[carry.inner].shape)
 

@@ -13,6 +13,7 @@ from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, remade
 from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
+from symjax_rewrite.kernel_selection.scans.totals import with_totals
 from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, Group, describe, groups_of
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
@@ -75,6 +76,8 @@ def _in_parts(
                 reasons.append(reason)
         refused = {p.carries for p in route.parts if p.kernel is None}
         if refused.isdisjoint(scans):
+            if device.runs_on_gpu and kernels in ("auto", "always", "triton"):
+                route = with_totals(route)
             apart = f"affine carries run apart: {'; '.join(dict.fromkeys(reasons))}"
             return route, f"{describe(loop, groups)}; {apart}"
         scans = {carries: None for carries in scans if carries not in refused}

@@ -170,7 +170,7 @@ def test_spellings_are_few_kernels_that_hold_no_states(fun, most, compile_h200):
 def test_gradient_of_a_loop_is_few_kernels(compile_h200, one_device):
     """The backward loop reads the states and sums over each of their axes.
 
-    Two arrays of all states are stored: the states, and the summands of the gradient of `A`.
+    The states are the only array of their size: the gradient of `A` is summed in the kernel.
     """
 
     def pulled(*args):
@@ -183,4 +183,4 @@ def test_gradient_of_a_loop_is_few_kernels(compile_h200, one_device):
     compiled = compile_h200(sym_optimize(pulled, device="h200"), *avals)
     assert " while(" not in compiled.as_text()
     assert kernels(compiled) <= 12
-    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4 * 1024 * 512 * 16
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * 1024 * 512 * 16

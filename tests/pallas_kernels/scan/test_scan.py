@@ -1,6 +1,7 @@
 """Every scan of `cases.py`, on every backend that runs without a GPU, against its formula."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,12 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, result_shapes
+from symjax_rewrite.pallas_kernels.scan.spec import (
+    Readout,
+    ScanProgram,
+    readout_axes,
+    result_shapes,
+)
 from symjax_rewrite.pallas_kernels.scan.triton import ScanTiling, scan_triton, supports
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 from tests.pallas_kernels.scan.cases import CASES, ScanCase, plain
@@ -71,6 +77,25 @@ def test_triton_interpreted(case, chunks):
         pytest.skip(f"not for triton: {support}")
     cut = ScanTiling(rows=4, chunks=chunks, unroll=4)
     check(case, lambda spec, *xs: scan_triton(spec, *xs, cut=cut, interpret=True))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_totals_are_sums_over_the_steps(chunks):
+    case = next(c for c in CASES if c.name == "sums over every axis")
+    spec, operands = case.spec, case.make(case.spec)
+    left = [tuple(a for a in readout_axes(spec, r) if a != spec.time) for r in spec.readouts]
+    totals = [replace(r, total=True, axes=a) for r, a in zip(spec.readouts, left, strict=True)]
+    both = replace(spec, readouts=(*spec.readouts, *totals))
+    cut = ScanTiling(rows=4, chunks=chunks, unroll=4)
+    each = scan_reference(spec, *operands)
+    places = [readout_axes(spec, r).index(spec.time) for r in spec.readouts]
+    sums = [x.sum(k) for x, k in zip(each, places, strict=False)]
+    want = [*each[: len(sums)], *sums, *each[len(sums) :]]
+    for run in (scan_xla, scan_turns, partial(scan_triton, cut=cut, interpret=True)):
+        got = jax.jit(partial(run, both))(*operands)
+        assert [x.shape for x in got] == [shape for shape, _ in result_shapes(both)]
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 @by_case
