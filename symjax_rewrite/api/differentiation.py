@@ -79,13 +79,15 @@ class Call:
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
     ) -> tuple[Call, ClosedJaxpr, list[bool]]:
-        """Return the call of the outputs `used`, its program, and a mask of the inputs of both."""
+        """Return the call of the outputs `used`, its program, and a mask of the inputs of both.
+
+        Dead equations and carries leave the program: JAX removes none inside a call.
+        """
         by_original = jax_internals.live_part(self.closed, used)[1]
-        read = jax_internals.live_part(made, used, by_original)[1]
-        if all(used) and all(read):
-            return self, made, read
-        closed = jax_internals.live_part(self.closed, used, read)[0]
-        runs = jax_internals.live_part(made, used, read)[0]
+        runs, read = jax_internals.live_part(made, used, by_original)
+        closed = self.closed
+        if not (all(used) and all(read)):
+            closed = jax_internals.live_part(closed, used, read)[0]
         return Call(closed, runs, self.worker, self.is_half), runs, read
 
     def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
