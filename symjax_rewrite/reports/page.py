@@ -27,6 +27,7 @@ from symjax_rewrite.reports.text import (
     named,
     refusal,
     search,
+    short_lines,
     title,
     unpriced,
 )
@@ -154,6 +155,8 @@ def _candidates(report: Record) -> Iterator[Html]:
         text = f"{named(use)}: {refusal(use)}"
         yield _candidate("refused", text, None, use.places, remedy(use))
         yield from _derivation(report, use)
+    if more := short_lines(report):
+        yield tag("p", f"Considered, not done: {more}.", kind="dim")
 
 
 # ---------------------------------------------------------------- formulas and sources

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from symjax_rewrite.cost import margins
 from symjax_rewrite.obstacles import Objection, Obstacle, obstacle_of
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.places import short_place
@@ -182,14 +183,36 @@ def _refused(report: Record) -> Iterator[str]:
         yield from [f"    to change: {advice}"] if advice else []
         if advice == BY_HAND:
             yield from (f"      {s.before}\n      = {s.after}" for s in report.details.steps(use))
+    more = short_lines(report)
+    yield from [f"  {more}" if refused else f"considered, not done: {more}"] if more else []
 
 
 def considered(report: Record) -> list[RouteUse]:
     """Return what was refused, the highest predicted gain first.
 
     Refusals that differ by their predicted gain alone are one, with the range of the gains. Left
-    out are conflicts with what was done at all their lines, and parts that were not searched.
+    out are conflicts with what was done at all their lines, parts that were not searched, and what
+    `short_lines` counts.
     """
+    return [use for use in _refusals(report) if not _is_short(report, use)]
+
+
+def short_lines(report: Record) -> str:
+    """Return how many refusals are left out because their lines take too little time to matter."""
+    count = sum(_is_short(report, use) for use in _refusals(report))
+    return f"{count} more, at lines of {margins.little(report.details.device)}" if count else ""
+
+
+def _is_short(report: Record, use: RouteUse) -> bool:
+    """Return True for a refusal without a price, if its lines are too short for any gain."""
+    seconds = report.details.seconds_by_line
+    if use.ratio is not None or not seconds.keys() >= use.places.keys():
+        return False
+    there_s, whole_s = sum(map(seconds.__getitem__, use.places)), sum(seconds.values())
+    return not margins.gains_share(there_s, whole_s, "program", report.details.device)
+
+
+def _refusals(report: Record) -> list[RouteUse]:
     groups: dict[tuple, list[RouteUse]] = defaultdict(list)
     for use in (r for r in report.routes if not r.taken and r.name != SEARCH):
         if is_superseded(use, report.changes):

@@ -17,7 +17,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.reports.units import ratio, speed
 from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import Change, RouteUse
-from tests.reports.examples import attention, recurrence
+from tests.reports.examples import attention, chain, recurrence
 
 NOT_PRICED = "not priced"
 CACHED = 3.0  # times the memory's bandwidth of a CPU, while temporaries are few
@@ -454,6 +454,17 @@ def test_model_times_differ_as_the_change_was_decided():
     assert report.before.seconds - report.after.seconds == pytest.approx(written - changed)
     gain = f"predicted {ratio(report.before.seconds / report.after.seconds)} as fast ("
     assert gain in str(report).splitlines()[0]
+
+
+def test_refusals_at_lines_of_little_time_are_counted():
+    report = sym_optimize(chain, device="cpu").explain(*spec_list([(512, 512), (512, 512), (512,)]))
+    longest, shortest = (f(report.details.bottlenecks, key=lambda b: b.seconds) for f in (max, min))
+    assert shortest.share < 0.03 < longest.share
+    reason = Obstacle.READER("the pairwise term is also used by add")
+    report.routes += [RouteUse("fold", False, reason, b.where) for b in (longest, shortest)]
+    assert str(report).count("  fold: the pairwise term") == 1
+    more = "1 more, at lines of less than 3 % of the program's predicted time"
+    assert f"\n  {more}\n" in str(report) and more in report.to_html()
 
 
 @pytest.mark.usefixtures("one_device")
