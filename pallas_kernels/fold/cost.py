@@ -95,9 +95,14 @@ def pieces_moved(spec: FoldSpec, blocks: Blocks) -> float:
     return sum(map(pieces, (*[o.axes for o in spec.operands], *result_axes(spec))))
 
 
+def result_bytes(spec: FoldSpec) -> int:
+    """Return the bytes of all results."""
+    return bytes_of(flat_shapes(spec))
+
+
 def state_bytes(spec: FoldSpec) -> int:
     """Return the bytes of the results before any epilogue, which splits of a kernel write."""
-    return bytes_of(flat_shapes(replace(spec, epilogue=None)))
+    return result_bytes(replace(spec, epilogue=None))
 
 
 def block_bytes(spec: FoldSpec) -> int:

@@ -11,7 +11,7 @@ from symjax_rewrite.codegen.emission import RegionForm, TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.ir.term import LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.obstacles import Obstacle
@@ -75,7 +75,7 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
     """Return the regions of a program; they are found once."""
     if "regions" not in terms.kept:
         t, known = terms.t, terms.known
-        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
+        tag = lambda c: (c in known, storage(t, c), node_of(t.graph, c).op != LEAF)  # noqa: E731
         part_of = lambda classes: nearest(t.graph, classes, terms.model)  # noqa: E731
         terms.kept["regions"] = find_regions(t, terms.need, tag, frozen, part_of)
     return terms.kept["regions"]

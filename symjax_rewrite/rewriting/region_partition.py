@@ -46,9 +46,9 @@ def find_regions(
 ) -> list[Region]:
     """Find the regions worth solving, in program order.
 
-    tag: returns further properties that distinguish leaves in keys (frozen, storage). frozen: True
-    if some inputs are frozen, so that scales and sums can be folded into them. part_of: returns the
-    classes of a region to solve.
+    tag: returns further properties that distinguish leaves in keys (frozen, storage, computed).
+    frozen: True if some inputs are frozen, so that scales and sums can be folded into them.
+    part_of: returns the classes of a region to solve.
     """
     g = t.graph
     member = _members(t, need)

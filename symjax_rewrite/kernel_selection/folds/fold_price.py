@@ -40,10 +40,11 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     are_short_rows,
     copied_bytes,
     is_all_in_library,
-    is_library_softmax,
+    is_in_library,
     is_masked,
     is_reduction,
     is_streamed,
+    largest_bytes,
     rows_reduced,
     written_terms,
 )
@@ -89,7 +90,7 @@ def compared(
     A cluster that XLA streams holds no bytes in memory. Its library stores the weights of a softmax
     of long rows.
     """
-    library = is_library_softmax(t, cluster, device)
+    library = is_in_library(t, cluster, device)
     inside = library and is_all_in_library(t, cluster)
     few = inside and are_short_rows(cluster, device)
     streamed = few or is_streamed(t, cluster, device)
@@ -100,7 +101,8 @@ def compared(
     if streamed:
         whole = _seconds_streamed(t, cluster, fast)
     elif inside and not copies:
-        whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(fresh)
+        apart = min(fresh, largest_bytes(t, cluster))  # the library allocates each term by itself
+        whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(apart)
     else:
         kept = replace(fast, memory=replace(fast.memory, kept_bytes=math.inf))
         whole = seconds_whole(t, cluster, kept) + device.page_seconds(fresh)  # of all its values
@@ -114,8 +116,9 @@ def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
-    steps = sum(facts[c].work for c in mine if facts[c].flops is None)
-    return products + max(steps / device.elementwise_per_s, moved / device.bytes_per_s)
+    steps = sum(facts[c].work for c in mine if facts[c].flops is None) / device.elementwise_per_s
+    steps += _feature_steps(t, cluster, device.folds) / device.folds.fused_steps_per_s
+    return products + max(steps, moved / device.bytes_per_s)
 
 
 def with_temporaries(device: Device, fresh: float) -> Device:
@@ -221,9 +224,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
         steps += min(folds.plain_steps(k, rows, length, m.reduction.places) for k in kinds)
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
-    inner = ((m, r) for m in cluster.members for r in m.tile.inner)
-    summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
-    steps += sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
+    steps += _feature_steps(t, cluster, folds)
     across = sum(_across_seconds(t, choice[cls], mine, device) for cls in reduced)
     return seconds + across + steps / folds.fused_steps_per_s
 
@@ -251,6 +252,13 @@ def _across_seconds(t: TermGraph, node: Node, mine: set[int], device: Device) ->
     size = elements(t, wide.cls)
     pages = device.page_seconds(size * itemsize(c.dtype))
     return min(facts.across_seconds(size / width, pages), facts.stored_s * size + pages)
+
+
+def _feature_steps(t: TermGraph, cluster: Cluster, folds: FoldFacts) -> float:
+    """Return the steps of XLA's sums over features of pairs, beside the arithmetic of terms."""
+    inner = ((m, r) for m in cluster.members for r in m.tile.inner)
+    summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
+    return sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
 
 
 def _sum_steps(t: TermGraph, cls: int, folds: FoldFacts) -> float:
@@ -286,7 +294,7 @@ def _reduced(m: ClusterMember) -> int:
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool = False) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written.
 
-    in_library: masked scores are read where they are (`is_library_softmax`).
+    in_library: masked scores are read where they are (`is_in_library`).
     """
     choice, mine, reduced, roots = written_terms(t, cluster)
 
@@ -359,6 +367,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     seconds += share * _product_seconds(spec, device, pairs)
     filled = min(blocks.cols / folds.lanes, 1.0)
     seconds += visited * _steps(route, spec, blocks, device) / (filled * folds.fused_steps_per_s)
+    seconds += device.page_seconds(fold_cost.result_bytes(spec))
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
 
 

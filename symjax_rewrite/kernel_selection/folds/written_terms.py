@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import is_dot, itemsize
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements, is_elementwise
 
 # Elementwise operations that XLA's CPU compiler fuses into a product and the reduction of it.
 STREAMED = frozenset(
@@ -68,21 +68,32 @@ def _fuses(node: Node) -> bool:
     return is_elementwise(node) and (node.op != MAP or node.attr[0] in STREAMED)
 
 
-def is_library_softmax(t: TermGraph, cluster: Cluster, device: Device) -> bool:
-    """Return True if XLA computes softmax(s) v in one call of its library, from many rows on.
+def is_in_library(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+    """Return True if XLA computes a cluster in one call of its library, from many rows on.
 
-    The sum of the weights and the weighted sum must both be read, and no other sum of weights. Its
-    library stores the weights where XLA would store them and masked scores apart.
+    Its terms must end in one result, as those of softmax(s) v, or of a difference of two softmaxes.
+    The library stores the terms where XLA would store them and masked scores apart.
     """
-    kinds = Counter((m.reduction.kind, len(m.reduction.args)) for m in cluster.members)
-    kinds.pop(("max", 1), None)
-    if kinds != {("sum", 1): 1, ("sum", 2): 1}:
+    sums = [m for m in cluster.members if m.reduction.kind == "sum"]
+    weighted = [m for m in sums if len(m.reduction.args) > 1]
+    plain = len(sums) - len(weighted)
+    known = all(m.reduction.kind in ("sum", "max") for m in cluster.members)
+    if not known or not plain or len(weighted) > 1 or len(sums) < 2:
         return False
-    weighted = next(m for m in cluster.members if len(m.reduction.args) == 2)
-    if rows_reduced(weighted) < device.folds.library_rows:
+    if rows_reduced((weighted or sums)[0]) < device.folds.library_rows:
         return False
     choice, mine, _, _ = written_terms(t, cluster)
-    return all(choice[c].op in (CONTRACT, REDUCE) or is_elementwise(choice[c]) for c in mine)
+    if not all(choice[c].op in (CONTRACT, REDUCE) or is_elementwise(choice[c]) for c in mine):
+        return False
+    return (plain, len(weighted)) == (1, 1) or _ends_in_one(t, cluster)
+
+
+def _ends_in_one(t: TermGraph, cluster: Cluster) -> bool:
+    """Return True if every reduction of a cluster but one is read by its other terms."""
+    below = cone(
+        [a.cls for m in cluster.members for a in m.reduction.args], class_operands(t.graph)
+    )
+    return sum(m.reduction.cls not in below for m in cluster.members) == 1
 
 
 def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
@@ -98,6 +109,11 @@ def are_short_rows(cluster: Cluster, device: Device) -> bool:
     columns = max(m.pairs // rows_reduced(m) for m in cluster.members)
     apart = all(len(m.space) == 2 for m in cluster.members)
     return apart and columns < device.folds.library_columns
+
+
+def largest_bytes(t: TermGraph, cluster: Cluster) -> int:
+    """Return the bytes of the largest pairwise term of a cluster."""
+    return max(bytes_of(t, c) for c in cluster.classes()[0])
 
 
 def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:

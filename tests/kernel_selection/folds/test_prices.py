@@ -117,4 +117,42 @@ def test_a_tile_that_is_compared_with_its_extremum_is_stored():
         return jnp.mean(jnp.min(squares, 1)) + jnp.mean(jnp.min(squares, 0))
 
     assert takes_fold(chamfer, (2048, 3), (2048, 3))
-    assert not takes_fold(jax.grad(chamfer), (4096, 3), (2048, 3))
+    assert not takes_fold(jax.grad(chamfer, (0, 1)), (4096, 3), (2048, 3))
+
+
+def differential(q1, k1, q2, k2, v):
+    def weights(q, k):
+        return jax.nn.softmax(jnp.einsum("hid,hjd->hij", q, k), -1)
+
+    return (weights(q1, k1) - 0.5 * weights(q2, k2)) @ v
+
+
+def entropies(x, y):
+    p = jax.nn.softmax(x @ y.T, -1)
+    return -jnp.sum(p * jnp.log(p + 1e-9), -1)
+
+
+def test_terms_of_many_rows_that_end_in_one_result_are_one_call_of_the_library():
+    assert not takes_fold(differential, *[(8, 768, 64)] * 5)
+    assert not takes_fold(entropies, (8192, 64), (1024, 64))
+
+
+def by_blocks(q, k, v, mask):
+    scores = jnp.einsum("hid,hjd->hij", q, k) / 8
+    whole = jnp.repeat(jnp.repeat(mask, 64, 0), 64, 1)
+    return jax.nn.softmax(jnp.where(whole > 0, scores, -1e9), -1) @ v
+
+
+def test_what_xla_writes_over_an_operand_needs_no_fresh_memory():
+    """The softmax is divided in place, and the results of a fold by blocks are as large."""
+    report = sym_optimize(by_blocks, device="cpu").explain(*[spec(8, 1024, 64)] * 3, spec(16, 16))
+    assert not report.rules
+    assert not any(r.taken for r in report.routes)
+
+
+def test_gradients_of_sums_of_kernels_are_folds_beside_rules_that_save_less():
+    def mmd(x, y):
+        kernel = lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1))  # noqa: E731
+        return kernel(x, x).mean() - 2 * kernel(x, y).mean()
+
+    assert takes_fold(jax.grad(mmd), (2000, 8), (2000, 8))
