@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.forms import Poly, names_of
+from symjax_rewrite.proofs.forms import ZERO, Atom, Poly, names_of
+from symjax_rewrite.proofs.functions import positive, zero
+from symjax_rewrite.proofs.sign_cases import bounds_of, with_known_tests
 
 
 class Condition(NamedTuple):
@@ -20,6 +22,7 @@ class Condition(NamedTuple):
     p: Poly
 
 
+Given = tuple[tuple[Atom, int], ...]
 Conditions = dict[int, Condition]  # by the number of their closed form
 
 
@@ -34,20 +37,26 @@ def undecided(a: Calculus, conditions: Iterable[Condition]) -> Conditions:
     return out
 
 
-def _simplified(a: Calculus, condition: Condition) -> Iterable[Condition]:
-    """Yield the conditions on the factors of a value whose sign is unknown."""
+def _simplified(a: Calculus, condition: Condition, given: Given = ()) -> Iterable[Condition]:
+    """Yield the conditions on the factors of a value whose sign is unknown.
+
+    given: tests with their values, where the value is read.
+    """
     kind, p = condition
     sign = a.sign(p)
     if sign == 2 or (sign == 1 and kind == "nonnegative"):
         return
     if kind == "positive":
-        yield from _simplified(a, Condition("nonnegative", p))
-        yield from _simplified(a, Condition("nonzero", p))
+        yield from _simplified(a, Condition("nonnegative", p), given)
+        yield from _simplified(a, Condition("nonzero", p), given)
         return
     tests = a.tests(p)
     if tests:
         for value in (0, 1):
-            yield from _simplified(a, Condition(kind, a.assume(p, tests[0], value)))
+            case = Condition(kind, a.assume(p, tests[0], value))
+            yield from _simplified(a, case, (*given, (tests[0], value)))
+        return
+    if given and _holds(a, condition, given):
         return
     inner = a.content(p, only_positive=True)[1] if p else p
     if kind != "nonzero" or len(inner) != 1:
@@ -56,6 +65,16 @@ def _simplified(a: Calculus, condition: Condition) -> Iterable[Condition]:
     for atom, _ in inner[0][0]:
         form = a.form(atom)
         if form.kind == "power":
-            yield from _simplified(a, Condition(kind, a.operand(atom)))
+            yield from _simplified(a, Condition(kind, a.operand(atom)), given)
         elif form.sign < 2:
             yield Condition(kind, a.of(atom))
+
+
+def _holds(a: Calculus, condition: Condition, given: Given) -> bool:
+    """Return True if a condition follows from the values of tests: x ≠ 0 where [x > 0] is 1."""
+    kind, p = condition
+    fails = zero(a, p) if kind == "nonzero" else positive(a, a.scale(-1, p))
+    for test, value in given:
+        fails = a.assume(fails, test, value)
+    known = [bound for test, value in given for bound in bounds_of(a, test, value)]
+    return with_known_tests(a, fails, known) == ZERO

@@ -57,14 +57,16 @@ class Evaluation:
         return int(value(dim, self.dims))
 
     def poly(self, p: Poly, env: Env, depth: int) -> np.ndarray:
-        """Return a polynomial at index arrays of `depth` axes."""
+        """Return a polynomial at index arrays of `depth` axes; where a test is 0, a term is 0."""
         out: Any = np.zeros(())
         for mono, c in p:
             term: Any = np.float64(c)
+            guard: Any = 1
             for atom, e in mono:
                 base = self.atom(atom, env, depth)
                 term = term * (base if e == 1 else self._power(base, e))
-            out = out + term
+                guard = guard * base if self.a.form(atom).bit and e > 0 else guard
+            out = out + (term if isinstance(guard, int) else np.where(guard == 0, 0.0, term))
         return out
 
     def _power(self, base: np.ndarray, e: Any) -> np.ndarray:

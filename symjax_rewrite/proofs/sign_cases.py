@@ -30,6 +30,20 @@ def is_zero_by_cases(a: Calculus, p: Poly, cancels: Callable[[Poly], bool]) -> b
     return SignCases(a, cancels).is_zero(p, [])
 
 
+def with_known_tests(a: Calculus, p: Poly, known: list[Bound]) -> Poly:
+    """Return a polynomial with the tests replaced whose values follow from inequalities."""
+    return SignCases(a, lambda _: False).decided(p, known)
+
+
+def bounds_of(a: Calculus, test: Atom, value: int) -> list[Bound]:
+    """Return the inequalities that the value of a test says."""
+    kind, p = a.form(test).kind, a.operand(test)
+    opposite = a.scale(-1, p)
+    if kind == "positive":
+        return [(p, True)] if value else [(opposite, False)]
+    return [(p, False), (opposite, False)] if kind == "zero" and value else []
+
+
 @dataclass(slots=True)
 class SignCases:
     """The cases of one polynomial.
@@ -43,7 +57,7 @@ class SignCases:
 
     def is_zero(self, p: Poly, known: list[Bound]) -> bool:
         a = self.a
-        p = self._decided(p, known)
+        p = self.decided(p, known)
         tests = [t for t in a.tests(p) if a.form(t).kind in ("positive", "zero")]
         if not tests:
             return self.cancels(p)
@@ -61,12 +75,12 @@ class SignCases:
             facts = [*known, *more]
             if self._excluded(facts):
                 continue
-            body = self._decided(body, facts)
+            body = self.decided(body, facts)
             if not self.is_zero(_solved(a, body, value) if number == 2 else body, facts):
                 return False
         return True
 
-    def _decided(self, p: Poly, known: list[Bound]) -> Poly:
+    def decided(self, p: Poly, known: list[Bound]) -> Poly:
         """Return a polynomial with the tests replaced whose values are known."""
         for test in self.a.tests(p):
             kind = self.a.form(test).kind

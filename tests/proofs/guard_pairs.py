@@ -26,6 +26,15 @@ def closed(terms, at_one):
     return lambda r: jnp.where(r == 1, at_one, (1 - r**terms) / (1 - r))
 
 
+def twice_guarded(test, otherwise, fun, safe=None):
+    """Return a function that is only used, and only sees its argument, where a test holds.
+
+    safe: the test of the argument, if it is another one.
+    """
+    inside = safe or test
+    return lambda x: jnp.where(test(x), fun(jnp.where(inside(x), x, 1.0)), otherwise)
+
+
 def ones(x):
     return jnp.ones_like(x)
 
@@ -41,6 +50,23 @@ EQUAL: dict[str, Pair] = {
     "logarithm_guarded": (
         guarded(lambda x: x > 0, 0.0, lambda x: jnp.exp(jnp.log(x))), relu, N),
     "root_guarded": (guarded(lambda x: x >= 0, 0.0, lambda x: jnp.sqrt(x) ** 2), relu, N),
+    "quotient_guarded_twice": (
+        twice_guarded(lambda x: x != 0, 5.0, lambda x: 1 / x),
+        guarded(lambda x: x != 0, 5.0, lambda x: 1 / x), N),
+    "denominator_guarded_at_one": (
+        lambda r: jnp.where(r == 1, 2.0, 1 / jnp.where(r == 1, 1, 1 - r)),
+        lambda r: jnp.where(r == 1, 2.0, 1 / (1 - r)), N),
+    "root_guarded_twice": (
+        twice_guarded(lambda x: x > 0, 0.0, jnp.sqrt),
+        guarded(lambda x: x > 0, 0.0, jnp.sqrt), N),
+    "logarithm_guarded_twice": (
+        twice_guarded(lambda x: x > 0, 0.0, jnp.log), guarded(lambda x: x > 0, 0.0, jnp.log), N),
+    "denominator_that_is_never_zero": (
+        lambda x: x / jnp.where(x == 0, 1, x), lambda x: jnp.where(x == 0, 0.0, 1.0), N),
+    "direction_of_a_vector": (
+        lambda x: jnp.where(
+            (s := (x * x).sum()) > 0, x / jnp.sqrt(jnp.where(s > 0, s, 1)), 0.0),
+        lambda x: jnp.where((x * x).sum() > 0, x / jnp.sqrt((x * x).sum()), 0.0), N),
     "guard_of_a_matrix": (
         lambda x: jnp.where(x == 0, 0.0, (2 / x.T).T), lambda x: jnp.where(x == 0, 0.0, 2 / x),
         ("f32[n,m]",)),
@@ -58,6 +84,16 @@ EQUAL: dict[str, Pair] = {
 UNEQUAL: dict[str, Pair] = {
     "guard at another point": (guarded(lambda x: x != 1, 1.0, lambda x: x / x), ones, N),
     "guard of the wrong branch": (lambda x: jnp.where(x != 0, 1.0, x / x), ones, N),
+    "guard of the denominator alone": (
+        lambda r: 1 / jnp.where(r == 1, 1, 1 - r), lambda r: 1 / (1 - r), N),
+    "guard of the denominator by another number": (
+        lambda r: jnp.where(r == 1, 2.0, 1 / jnp.where(r == 1, 1, 2 - r)),
+        lambda r: jnp.where(r == 1, 2.0, 1 / (1 - r)), N),
+    "guard of an argument at the other sign": (
+        twice_guarded(lambda x: x > 0, 0.0, jnp.sqrt, safe=lambda x: x < 0),
+        guarded(lambda x: x > 0, 0.0, jnp.sqrt), N),
+    "guard of an argument without the outer one": (
+        lambda x: jnp.log(jnp.where(x > 0, x, 1.0)), jnp.log, N),
     "guard of a transposed quotient": (
         lambda x: jnp.where(x == 0, 1.0, (x / x).T), ones, ("f32[n,n]",)),
     "guard of the next entry": (

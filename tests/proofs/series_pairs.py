@@ -122,7 +122,7 @@ EQUAL: dict[str, Pair] = {
         for_each(doubled, itself), lambda x: x * 2.0 ** x.shape[0], N),
     "fori_loop_and_scan": (
         for_each(squashed, zero),
-        lambda x: lax.scan(lambda c, v: (jnp.tanh(v + c), None), 0.0, x)[0], N),
+        lambda x: lax.scan(lambda c, v: (jnp.tanh(v + c), None), jnp.zeros(()), x)[0], N),
     "scan_with_a_counter": (
         lambda x: lax.scan(lambda c, v: ((c[0] + 1, c[1] + c[0] * v), None), (0, 0.0), x)[0][1],
         lambda x: (jnp.arange(x.shape[0]) * x).sum(), N),
@@ -135,6 +135,9 @@ EQUAL: dict[str, Pair] = {
         weighted_mean(jnp.exp), lambda x, w: (x * jnp.exp(w)).sum() / jnp.exp(w).sum(), TWO),
     "series_times_its_ratio": (
         lambda x, r: (1 - r) * series(x, r), lambda x, r: 1 - r ** x.shape[0], SERIES),
+    "series_closed": (
+        series, lambda x, r: jnp.where(
+            r == 1, x.shape[0], (1 - r ** x.shape[0]) / jnp.where(r == 1, 1, 1 - r)), SERIES),
     "series_from_its_second_term": (
         lambda x, r: (1 - r) * (r ** (1 + jnp.arange(x.shape[0]))).sum(),
         lambda x, r: r - r ** (1 + x.shape[0]), SERIES),
@@ -173,6 +176,9 @@ UNEQUAL: dict[str, Pair] = {
         weighted_mean(jnp.exp), lambda x, w: x.mean(), TWO),
     "series divided by what may be zero": (
         series, lambda x, r: (1 - r ** x.shape[0]) / (1 - r), SERIES),
+    "series closed with a wrong value at one": (
+        series, lambda x, r: jnp.where(
+            r == 1, x.shape[0] - 1, (1 - r ** x.shape[0]) / (1 - r)), SERIES),
     "series one term short": (
         lambda x, r: (1 - r) * series(x, r), lambda x, r: 1 - r ** (x.shape[0] + 1), SERIES),
     "series from its second term, closed from its first": (
