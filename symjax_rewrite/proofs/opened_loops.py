@@ -16,6 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
 from symjax_rewrite.ir.sizes import Assumptions, Dim, from_jax
@@ -77,7 +78,7 @@ def _steps_to_size(program: Program, loop: Loop, condition: Program) -> Any:
     test = next((e for e in condition.equations if condition.outputs[0] in e.outvals), None)
     reads = dict(zip(condition.inputs, loop.condition_reads, strict=False))
     carries = dict(zip(condition.inputs[len(reads) :], loop.carries, strict=True))
-    if test is None or test.name != "lt":
+    if test is None or test.name != "lt" or shape_of(test.eqn.outvars[0]):
         return None
     counter, end = (carries.get(v) if isinstance(v, int) else None for v in test.invals)
     if counter is None or step_of(loop.body, counter.inner, counter.out) != 1:
