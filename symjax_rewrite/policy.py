@@ -16,7 +16,7 @@ from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.replacement import ConflictError, Part, Staged, live_values, replaced
-from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 
 
 def chosen(
@@ -36,7 +36,8 @@ def chosen(
         nonlocal left
         for c in faulty:
             rules = tuple(name for name, _ in c.rules)
-            parts = c.parts if rules else ()
+            by_price = bool(rules) and obstacle_of(reason) is Obstacle.COST
+            parts = c.parts if by_price else ()  # a form that the user may write
             refused.append(
                 Refusal(c.name, reason, c.where, c.count, c.ratio, rules=rules, parts=parts)
             )
