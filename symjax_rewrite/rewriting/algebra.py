@@ -84,8 +84,9 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
 def _hopeless(program: Program, context: Context) -> dict[Key, str]:
     """Return the regions that are not worth a search, with reasons; they are found once.
 
-    What such a region could save is too small a share of the program, or it is one product with
-    nothing else to save. Small regions of a program that has few are worth a search in any case.
+    What such a region could save is too small a share of the program, or its products are in their
+    best order with nothing else to save. Small regions of a program that has few are worth a search
+    in any case.
     """
     terms = context.terms(program)
     if context.allowed is not None or terms.known:
@@ -112,7 +113,7 @@ def _without_savings(terms: Terms, regions: list[Region], whole_s: float) -> dic
         if not margins.gains_share(saved_s, whole_s, "program", device):
             reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}{margins.little(device)}")
         elif least is not None and not margins.pays(cost.seconds, least, "dominating", device):
-            reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}one product and little beside it")
+            reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}the order of products is the best")
     return reasons
 
 

@@ -4,20 +4,32 @@ A program of many operations on small arrays takes its time in launches, of whic
 elementwise terms and reductions as it chooses. No rewriting of such terms saves a launch for sure,
 so only their arithmetic and traffic count as savings, and products with all their seconds.
 
-A region of one product and elementwise terms needs no search either: the product must be computed,
-and so must the sums beside it. Only scales could be placed elsewhere.
+A region of products and elementwise terms needs no search if no other order of its products is much
+cheaper: the products must be computed, and so must the sums beside them. Only scales could be
+placed elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
 
-from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize
+from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Node
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Axes, Node, identity
+from symjax_rewrite.rewriting.contraction_order import Pairs, best_order, rows_of
 from symjax_rewrite.rewriting.region_keys import Region
+
+FIRST_BOUND = 64  # the name of the first bound index of a region
+MOST_FACTORS = 12  # of a product that has a bound
+MOST_PAIRS = 500  # subproducts tried for a bound
 
 
 @dataclass(slots=True)
@@ -85,35 +97,151 @@ def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
 
 
 def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
-    """Return the cost of a region in any form, or None if a law might save work of its product."""
+    """Return the cost of a region in any form, or None if a law might save work of a product."""
     values: dict[int, _Value | None] = {c: _Value(frozenset({c})) for c in region.leaves}
-    product: int | None = None
+    needed = cone(region.roots, lambda c: () if c in values else _operands(node_of(g, c)))
+    flat = _FlatProducts(g, region, model)
     for c in region.classes:
+        node = node_of(g, c)
         if c in values:
             continue
-        node = node_of(g, c)
+        if c not in needed:  # sums alone read it
+            if is_dot(node):
+                return None
+            continue
         if node.op == CONST:
             values[c] = None
         elif node.op not in (ADD, CONTRACT) or not all(_reads_plainly(a.axes) for a in node.args):
             return None
-        elif node.bound:
-            if product is not None or not _is_full_product(node, values):
+        elif is_dot(node):
+            if not _is_full_product(node, values):
                 return None
-            product = c
             values[c] = _Value(frozenset({c}))
+        elif node.bound:
+            values[c] = _Value(frozenset({c}))
+            continue
         else:
             values[c] = _elementwise(node, values)
-    if product is None:
+        if not flat.add(c, node):
+            return None
+    total = flat.seconds(values)
+    if total is None:
         return None
     d = model.device
-    total = model.product_seconds(g, product, node_of(g, product))
-    beside = {*[a.cls for a in node_of(g, product).args], *region.roots}
-    for c in beside - {product}:
+    beside = {*[a.cls for c in flat.products for a in node_of(g, c).args], *region.roots}
+    for c in beside.difference(flat.products):
         value = values[c]
         if value is not None and value.made:
             moved = sum([model.class_bytes(g, x) for x in (c, *value.read)])
             total += moved / d.bytes_per_s + d.launch_s
     return total
+
+
+def _operands(node: Node) -> list[int]:
+    """Return the operands of a term; a sum that is no product needs none of them for sure."""
+    return [] if node.bound and not is_dot(node) else [a.cls for a in node.args]
+
+
+Factors = list[tuple[int, Axes]]  # classes, with the names of the indices that they read
+
+
+class _FlatProducts:
+    """The products of a region as products of factors.
+
+    Names of indices are bits: first the slots of the class, and from `FIRST_BOUND` the indices that
+    are summed. Of a sum with one product among its terms the product counts. A result that other
+    products read is a factor of these, or is opened: both are kept. A product that is read twice
+    and is no result, and a sum of products, have no bound.
+    """
+
+    def __init__(self, g: EGraph, region: Region, model: CostModel) -> None:
+        self.g, self.region, self.model = g, region, model
+        self.roots = set(region.roots)
+        self.products: list[int] = []
+        self.tops: list[tuple[int, Factors, Factors]] = []
+        self.factors: dict[int, tuple[Factors, Factors]] = {}  # closed and opened
+        self.sizes: list[Dim] = []  # of the indices that are summed
+        self.read: set[int] = set()
+
+    def add(self, cls: int, node: Node) -> bool:
+        """Add a class after its operands; return False if there is no bound."""
+        bound = [FIRST_BOUND + len(self.sizes) + k for k in range(len(node.bound))]
+        names = [*range(node.out), *bound]
+        self.sizes += node.bound
+        inner = [a for a in node.args if a.cls in self.factors]
+        again = [a.cls for a in inner if a.cls in self.read and a.cls not in self.roots]
+        if again or len({a.cls for a in inner}) < len(inner) or (node.op == ADD and len(inner) > 1):
+            return False
+        self.read.update([a.cls for a in inner])
+        if node.bound:
+            self.products.append(cls)
+        elif not inner:
+            return True
+        made: tuple[Factors, Factors] = ([], [])
+        for a in inner if node.op == ADD else node.args:
+            to = [names[i] for i in a.axes]
+            itself = [(a.cls, identity(len(to)))]
+            for found, factors in zip(made, self.factors.get(a.cls, (itself, itself)), strict=True):
+                over = [
+                    tuple([to[i] if i < FIRST_BOUND else i for i in axes]) for _, axes in factors
+                ]
+                found += zip([f for f, _ in factors], over, strict=True)
+        if len(made[1]) > MOST_FACTORS:
+            return False
+        self.factors[cls] = made
+        if cls in self.roots:
+            self.tops.append((cls, *made))
+            self.factors[cls] = [(cls, identity(node.out))], made[1]
+        return True
+
+    def seconds(self, values: Mapping[int, _Value | None]) -> float | None:
+        """Return the seconds of all products in their best orders; None if some might be shared.
+
+        values: of the factors.
+        """
+        if len(self.products) == 1:
+            (c,) = self.products
+            return self.model.product_seconds(self.g, c, node_of(self.g, c))
+        factors = {f for _, closed, _ in self.tops for f, axes in closed if axes}
+        if not self.products or len({self.g.classes[c].dtype for c in factors}) > 1:
+            return None
+        known = [[v for f, _ in closed if (v := values[f])] for _, closed, _ in self.tops]
+        read = [Counter([c for v in each for c in v.read]) for each in known]
+        if any(sum([n > 1 for n in each.values()]) > 1 for each in read):
+            return None  # a product may occur twice
+        if any(len(one.keys() & other.keys()) > 1 for one, other in combinations(read, 2)):
+            return None
+        total = 0.0
+        for cls, *ways in self.tops:
+            ordered = [
+                self._ordered(cls, way) for way in (ways if ways[0] != ways[1] else ways[:1])
+            ]
+            found = [s for s in ordered if s is not None]
+            if len(found) < len(ordered):
+                return None
+            total += min(found)
+        return total
+
+    def _ordered(self, cls: int, factors: Factors) -> float | None:
+        """Return the seconds of a product in its best order; only sums count."""
+        of, model = self.g.classes[cls], self.model
+        size, out = itemsize(of.dtype), len(of.sizes)
+        sizes: Any = [*of.sizes, *[1] * (FIRST_BOUND - out), *self.sizes]
+
+        @functools.cache
+        def count(mask: int) -> float:
+            return math.prod([n for i, n in enumerate(sizes) if mask >> i & 1])
+
+        def seconds(left: int, right: int, kept: int) -> float:
+            if not left & right & ~kept:
+                return 0.0
+            moved = size * (count(left) + count(right)), size * count(kept)
+            rows = rows_of(left, right, kept, count)
+            return model.join_seconds(2 * count(left | right), *moved, of.dtype, rows)
+
+        masks = [sum([1 << i for i in axes]) for _, axes in factors]
+        found = best_order(masks, (1 << out) - 1, seconds, Pairs.of(MOST_PAIRS))
+        return None if found is None else found[1]
 
 
 def _reads_plainly(axes: tuple[int, ...]) -> bool:

@@ -1,7 +1,10 @@
 """Regions that cannot save a share of the program are not searched, and large ones in part."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.rewriting import region_solver
@@ -52,3 +55,32 @@ def test_a_large_product_among_a_thousand_scalars_is_found(monkeypatch):
     report = sym_optimize(f).explain(_spec(512, 512), _spec(512, 512), _spec(512))
     assert "contraction_order" in [r.name for r in report.rules]
     assert max(sizes) < 600  # the part of the region near the product
+
+
+PRODUCTS = {
+    "in the best order": (lambda x, a, b, u, w: (x @ a) @ b, False),
+    "scores": (lambda x, a, b, u, w: (x @ u + 1.0) @ (x @ w).T, False),
+    "a gate": (lambda x, a, b, u, w: ((x @ u) * jnp.tanh(x @ u) * (x @ w)) @ u, False),
+    "in another order": (lambda x, a, b, u, w: x @ (a @ b), True),
+    "low rank": (lambda x, a, b, u, w: x @ (u + a @ b), True),
+    "a common factor": (lambda x, a, b, u, w: x @ u + x @ w, True),
+    "one product, scaled": (lambda x, a, b, u, w: (x @ u) * (x @ (2.0 * u + 1.0)), True),
+    "a sum of a product": (lambda x, a, b, u, w: x @ u @ jnp.ones((256, 8)) @ (b @ w), True),
+}
+
+
+@pytest.mark.parametrize(("product", "searched"), PRODUCTS.values(), ids=PRODUCTS)
+def test_products_are_searched_unless_their_order_is_the_best(monkeypatch, product, searched):
+    """Among layers of other sizes, as a program of few regions is searched in any case."""
+    sizes = _solved(monkeypatch)
+
+    def f(x, a, b, u, w, layers):
+        y = jnp.tanh(product(x, a, b, u, w))
+        for gain, weight in layers:
+            x = jnp.tanh((x * gain + 1.0) @ weight)
+        return x, y
+
+    layers = [(_spec(n), _spec(n, m)) for n, m in pairwise((256, 320, 384, 448, 512))]
+    arrays = [_spec(*s) for s in ((512, 256), (256, 8), (8, 256), (256, 256), (256, 256))]
+    sym_optimize(f).explain(*arrays, layers)
+    assert bool(sizes) is searched
