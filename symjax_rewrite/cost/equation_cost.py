@@ -12,9 +12,11 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 SYMBOLIC = 64  # value of a symbolic size
+PLAIN = ELEMENTWISE | VIEWS | {"slice", "concatenate"}  # what they make is what they take
 
 
 def aval_size(aval: Any) -> float:
@@ -59,7 +61,9 @@ def equation_seconds(
     in_step: True for an equation of a loop's body.
     """
     name = eqn.primitive.name
-    made = sum(aval_size(v.aval) for v in eqn.outvars) * times
+    made = sum([aval_size(v.aval) for v in eqn.outvars]) * times
+    if name in PLAIN:
+        return made / device.elementwise_per_s
     if name in ("dot_general", "conv_general_dilated"):
         dtype = str(getattr(eqn.outvars[0].aval, "dtype", "float32"))
         moved = made * itemsize(dtype) / (times if summed else 1)

@@ -172,7 +172,7 @@ def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
 
 def is_hoisted(e: Equation, level: dict[int, int]) -> bool:
     """Return True for a loop-invariant equation that XLA moves before the loop itself."""
-    return not jax_internals.bodies(e.eqn) and all(level[v] == 0 for v in e.outvals)
+    return all(level[v] == 0 for v in e.outvals) and not jax_internals.bodies(e.eqn)
 
 
 def seconds_at_once(e: Equation, steps: int, level: dict[int, int], device: Device) -> float:

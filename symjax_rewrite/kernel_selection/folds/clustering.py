@@ -137,7 +137,7 @@ def _connected(links: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     def root(x: Any) -> Any:
         parent.setdefault(x, x)
         while parent[x] != x:
-            x = parent[x]
+            parent[x] = x = parent[parent[x]]
         return x
 
     for a, b in links:

@@ -216,12 +216,14 @@ def row_algebra(
         return None  # sums over rows have no row for the epilogue
     after = cone(served, lambda cls: need.users.get(cls, ()))
     program = _RowSteps(t, lead, after, around.late, tiles.wide)
+    reached: set[int] = set()  # by what is in the program so far
     for cls in need.order:
         if cls in served:
             if not program.serve(served[cls]):
                 return None
-        elif cls in program.after and cls not in around.pairwise:
-            program.follow(cls)
+        elif cls not in reached or cls in around.pairwise or not program.follow(cls):
+            continue
+        reached.update(need.users.get(cls, ()))
     inside = _kept(around, program, set(served))
     returned: list[Value] = [*sorted(_returned(around, inside))]
     returned += [v for v in program.number if isinstance(v, tuple)]
