@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.candidates import Context, Found, Refusal
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import is_dot, is_thin
 from symjax_rewrite.ir import term as op
@@ -45,6 +47,9 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
 from symjax_rewrite.kernel_selection.folds.slices import narrowed
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
+from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.text_tables import too_slow
+from symjax_rewrite.usage_records import ratio_of
 
 MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
 
@@ -300,11 +305,11 @@ class SparseReductions:
         kernels, auto = context.options.kernels, context.options.kernels == "auto"
         if kernels == "off" or not context.reorders():
             return
-        folds = context.device.folds
+        device, folds = context.device, context.device.folds
         if auto and (not folds.reads_places or jax_internals.may_be_partitioned()):
             return
         terms = context.terms(program)
-        t, least = terms.t, folds.least_sparse_pairs if auto else 0
+        t, g, least = terms.t, terms.t.graph, folds.least_sparse_pairs if auto else 0
         if t.dim_env:
             return
         finder = _Finder(t, terms.need, least, folds)
@@ -313,8 +318,25 @@ class SparseReductions:
             by_source.setdefault(source, []).append(route)
         proposals = []
         for source, routes in by_source.items():
+            written = sum(terms.model.node_seconds(g, r.cls, node_of(g, r.cls)) for r in routes)
+            seconds = written, sum(_seconds(r, device) for r in routes)
+            if auto and not margins.pays(*seconds, "fold", device):
+                gain = ratio_of(*seconds)
+                reason = Obstacle.COST(too_slow(gain, device.margins.fold))
+                yield Refusal(self.name, reason, t.where(source.cls), ratio=gain)
+                continue
             count = math.prod(size for _, size in source.extra)
-            row = t.graph.classes[source.cls].sizes[source.along]
+            row = g.classes[source.cls].sizes[source.along]
             reason = f"sums over a row read the {count} of {row} places that are not zero"
-            proposals.append(Proposal(routes, reason, t.where(source.cls)))
+            proposals.append(Proposal(routes, reason, t.where(source.cls), seconds))
         yield from candidates(t, self.name, proposals)
+
+
+def _seconds(route: ClassRoute, device: Device) -> float:
+    """Return the seconds of a sum over nonzero places: lookups of what it reads, and its sums."""
+    folds, made = device.folds, route.make
+    assert isinstance(made, SparseSum)
+    size = made.columns.builder.sizes
+    places = math.prod(size[n] for n in made.columns.names)
+    each = folds.lookup * (1 + len(route.reads)) + (folds.keyed if COLUMN in made.names else 1.0)
+    return places * each / folds.fused_steps_per_s + device.launch_s

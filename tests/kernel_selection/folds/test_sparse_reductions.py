@@ -93,6 +93,7 @@ def test_gradients_hold_no_pairs(name):
     routed = sym_optimize(grad, kernels="always", on_unsupported="error")
     report = routed.explain(X, Y)
     assert [r.taken for r in report.routes if r.name == "sparse"] == [True]
+    assert all(r.seconds for r in report.routes if r.name == "sparse")
     pairs = {"batched": N * M // 9 * 3, "triplet": N * N}.get(name, N * M)
     assert_no_intermediate(emitted(report), X, Y, elements=pairs)
     assert_equivalent(routed, jax.jit(grad), X, Y, rtol=2e-5)
