@@ -49,7 +49,6 @@ from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, Tile
 from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.text_tables import too_slow
-from symjax_rewrite.usage_records import ratio_of
 
 MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
 
@@ -321,7 +320,7 @@ class SparseReductions:
             written = sum(terms.model.node_seconds(g, r.cls, node_of(g, r.cls)) for r in routes)
             seconds = written, sum(_seconds(r, device) for r in routes)
             if auto and not margins.pays(*seconds, "fold", device):
-                gain = ratio_of(*seconds)
+                gain = seconds[0] / seconds[1]
                 reason = Obstacle.COST(too_slow(gain, device.margins.fold))
                 yield Refusal(self.name, reason, t.where(source.cls), ratio=gain)
                 continue
