@@ -221,8 +221,11 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
     A low-rank remainder (a product larger than its factors) is never materialised, unless it
     depends on frozen weights alone. Right-hand sides of a solve are never added first: if they are
-    large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) loses.
+    large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) loses. A sum that has one
+    value twice is left: x − x is exactly 0, and would not be if each x were taken apart otherwise.
     """
+    if len({*node.args}) < len(node.args):
+        return
     r, terms = RightSide.of(ctx, factor, cls), []
     sizes, fresh = dict(r.sizes), count(len(r.out))
     for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):

@@ -30,6 +30,7 @@ SEEDS = {  # of random programs, and what went wrong
     18002731: "a row of named length was sorted by `top_k` as a reduction to that many entries",
     130006642: "a slice of a slice of a constant had no axes to compose",
     132000372: "the largest entry of a product was read as that of a sum over its slots",
+    40001764: "a quadratic form minus itself was factored by either of its equal factors: not 0",
     91827369: "a sum was opened inside itself, without end",
 }
 
