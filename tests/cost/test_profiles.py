@@ -36,7 +36,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     ),
     "api.tuning_cache": {"FORMAT": CODE, "MOST_HASHED": KEPT},
     "api.decision_cache": dict.fromkeys(("MOST_PROGRAMS", "MOST_BYTES"), KEPT),
-    "api.joint_gradient": {"MEMORY": "a promise: what a gradient keeps against plain reverse mode"},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
     "api.size_plans": {"MOST_RANGES": SEARCH},
     "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),
@@ -47,6 +46,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "auditing.traits": {"DENSE": SHOWN, "NARROW": SHOWN},
     "command_line.demo": {"CALLS": TIMING},
     "command_line.main": dict.fromkeys(("OK", "FOUND", "UNKNOWN"), CODE),
+    "command_line.terminal": {"PAUSE_S": SHOWN},
     "calibration.command": dict.fromkeys(
         ("MOST_SPREAD", "TRIES", "MOST_NOISY", "MOST_TAKEN"), TIMING
     ),
@@ -124,6 +124,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "loops.unrolled_detection": dict.fromkeys(
         ("MIN_STEPS", "MAX_DISTANCES", "MULTIPLES", "MAX_DEPTH"), SEARCH
     ),
+    "loops.program_partition": {
+        "MEMORY": "a promise: what a gradient keeps against plain reverse mode"
+    },
+    "loops.sunk_operands": {"MAX_DEPTH": SEARCH, "LEAST_RATIO": SEARCH},
     "proofs.arithmetic": dict.fromkeys(("MOST_CASES", "MOST_POWER", "MOST_TERMS"), SEARCH),
     "proofs.power_sums": {"MOST_POWER": SEARCH},
     "proofs.trigonometry": {"MOST_ANGLES": SEARCH, "MOST_MULTIPLE": SEARCH},
@@ -150,6 +154,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
     "rewriting.route_matching": {"MOST_SINGLE": SEARCH},
     "rewriting.scales": {"NOISE": NUMERICS},
+    "rewriting.search_bounds": {"FIRST_BOUND": CODE, "MOST_FACTORS": SEARCH, "MOST_PAIRS": SEARCH},
     "rules.cancellation": {"MOST_DIAGONALS": SEARCH},
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT, "LEAST_SIDE": SHAPE},
