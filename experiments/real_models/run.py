@@ -8,6 +8,7 @@ python experiments/real_models/run.py --quick          # the equinox ones, once:
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -115,10 +116,12 @@ def told(report: Report) -> dict[str, Any]:
 
 
 def machine_code(jitted: Any, args: tuple) -> str:
-    """The compiled program as text, without the source lines it came from."""
+    """The compiled program as text: names are numbered, and source lines left out."""
     lines = jitted.lower(*args).compile().as_text().splitlines()
     kept = [line.split(", metadata=")[0] for line in lines if line.startswith((" ", "%", "ENTRY"))]
-    return "\n".join(kept)
+    names: dict[str, str] = {}
+    number = lambda found: names.setdefault(found[0], f"%{len(names)}")  # noqa: E731
+    return re.sub(r"%[\w.-]+", number, "\n".join(kept))
 
 
 def verdict(result: dict) -> str:
