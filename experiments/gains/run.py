@@ -157,7 +157,7 @@ def totals() -> Iterator[list[str]]:
     runs = results("fuzz")["runs"]
     count, failed = sum(r["programs"] for r in runs), sum(len(r["failures"]) for r in runs)
     yield [
-        f"of {count:,} random programs, wrong or failed (corrected since)",
+        f"of {count:,} random programs, wrong or failed",
         str(failed),
         script("fuzz"),
     ]
