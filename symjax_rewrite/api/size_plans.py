@@ -226,10 +226,13 @@ class SizePlans:
         except Exception as error:  # the user's function may need numbers for its sizes
             logger.warning("explained at these sizes alone: not traced for all (%s)", error)
             return None
+        closed = plain.trace(*args, **kwargs).jaxpr
+        if not self.assume.holds(sizes) or not _is_same(named, sizes, closed):
+            return None
         result = self.worker.decide(named)
         near = self.worker.under(facts_of(ranges_near(sizes))).decide(named)
         if not (result.taken and result.settled):
-            alone = self.worker.decide(plain.trace(*args, **kwargs).jaxpr)
+            alone = self.worker.decide(closed)
             runs = near if near.settled and _changes(near) == _changes(alone) else alone
         else:
             runs = near if _changes(near) == _changes(result) else result
