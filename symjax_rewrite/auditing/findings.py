@@ -40,7 +40,7 @@ PROPERTIES = (ASSOCIATIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMME
 # The properties that a kernel or pass uses, the main one first, by its name in reports. A pass may
 # declare its own as `uses`.
 USES: dict[str, tuple[str, ...]] = {
-    "fold": (ASSOCIATIVITY, SPARSITY, LOCALITY),
+    "fold": (ASSOCIATIVITY, SPARSITY, LOCALITY, REDUNDANCY),
     "scan": (ASSOCIATIVITY, SEPARABILITY),
     "norm_linear": (SEPARABILITY, ASSOCIATIVITY),
     "frozen_norm": (REDUNDANCY, SEPARABILITY),

@@ -309,23 +309,30 @@ def _hot_axis(r: TracedValues, cls: int) -> int | None:
 
 
 def _copies(r: TracedValues) -> Iterator[Trait]:
-    """Find products that are computed once for each copy of an operand, or written twice."""
+    """Find products of copied operands, and products that are written more than once."""
     written: dict[int, list[str]] = {}
     for e in r.t.program.equations:
         if e.name not in ("dot_general", "conv_general_dilated"):
             continue
-        view, sizes = r.t.view(e.outvals[0]), map(r.t.number, r.t.sizes[e.outvals[0]])
-        if view.cls not in r.need.uses:
+        cls = r.t.view(e.outvals[0]).cls
+        if cls not in r.need.uses:
             continue
-        copies = prod(n for i, n in enumerate(sizes) if i not in view.axes)
-        if copies > 1:
+        if (copies := _repetitions(r, e.outvals[0])) > 1:
             what = f"a product for each of {copies} copies of an operand"
             yield Trait(REDUNDANCY, what, e.where(), 1 - 1 / copies)
-        written.setdefault(view.cls, []).append(e.where())
+        elif (copies := max(_repetitions(r, v) for v in e.invals)) > 1:
+            yield Trait(REDUNDANCY, f"a product reads {copies} copies of an operand", e.where())
+        written.setdefault(cls, []).append(e.where())
     for lines in written.values():
         if len(lines) > 1:
             what = f"one product is written {len(lines)} times"
             yield Trait(REDUNDANCY, what, lines[1], 1 - 1 / len(lines))
+
+
+def _repetitions(r: TracedValues, value: int) -> int:
+    """Return how many copies of its elements a value holds."""
+    held = r.t.view(value).axes
+    return prod(n for i, n in enumerate(map(r.t.number, r.t.sizes[value])) if i not in held)
 
 
 def _symmetries(r: TracedValues) -> Iterator[Trait]:

@@ -121,7 +121,11 @@ EXPECTED: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
     "a norm before a layer": (norm, (X, spec(512), spec(512, 512)), {"separability": "the norm's"}),
     "a chain": (lambda a, b, v: (a @ b) @ v, (M, M, V), {"associativity": "chain of 3 factors"}),
     "repeated rows": (
-        lambda x, w: jnp.repeat(x, 4, 0) @ w, (X, spec(512, 512)), {"redundancy": "4 copies"}),
+        lambda x, w: jnp.repeat(x, 4, 0) @ w, (X, spec(512, 512)),
+        {"redundancy": "product for each of 4 copies"}),
+    "query heads that share keys": (
+        lambda q, k: jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, 4, 1)),
+        (spec(256, 8, 64), spec(256, 2, 64)), {"redundancy": "reads 4 copies of an operand"}),
     "distances of one set": (
         distances, (spec(512, 32),), {"symmetry": "symmetric", "separability": "|x − y|²"}),
     "a Gram matrix": (lambda x: x @ x.T, (X,), {"symmetry": "symmetric in two indices of 1024"}),
