@@ -89,7 +89,7 @@ def _worth(ctx: RuleContext, p: Product, node: Node) -> bool:
         return False
     if len(p.factors) > 2 or p.factors != node.args:
         return True
-    if any(n.op == DELTA for f in p.factors for n in ctx.g.classes[f.cls].nodes):
+    if any(ctx.has(f.cls, DELTA) for f in p.factors):
         return True
     reads = [set(f.axes) for f in p.factors]
     shared = set[int].intersection(*reads) if len(reads) > 1 else set[int]()

@@ -22,13 +22,13 @@ def sum_node(ctx: RuleContext, cls: int) -> Node | None:
     """Return the flattest sum of at least two terms in a class; None if it must stay whole."""
     if ctx.is_whole(cls):
         return None
-    sums = [n for n in ctx.g.classes[cls].nodes if n.op == ADD and len(n.args) > 1]
+    sums = [n for n in ctx.g.nodes(cls, ADD) if len(n.args) > 1]
     return max(sums, key=lambda n: len(n.args), default=None)
 
 
 def is_sum_of_products(ctx: RuleContext, cls: int) -> bool:
     """Return True if a class is a contraction over bound indices."""
-    return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
+    return any(n.bound for n in ctx.g.nodes(cls, CONTRACT))
 
 
 def is_safe(ctx: RuleContext, cls: int, total: Node) -> bool:
@@ -98,10 +98,8 @@ def keeps_its_size(ctx: RuleContext, total: Node) -> bool:
     """Return True if a sum of numbers and deltas is at least half its terms: I − 11ᵀ/n, n > 2."""
     steady, deltas = [], []
     for k, a in zip(total.attr, total.args, strict=True):
-        nodes = ctx.g.classes[a.cls].nodes
-        numbers = [
-            n.attr[0] for n in nodes if n.op == CONST and isinstance(n.attr[0], (int, float))
-        ]
+        numbers = [n.attr[0] for n in ctx.g.nodes(a.cls, CONST)]
+        numbers = [x for x in numbers if isinstance(x, (int, float))]
         diagonal = ctx.has(a.cls, DELTA)
         if isinstance(k, complex) or not (numbers or diagonal):
             return False
@@ -125,5 +123,5 @@ def is_rounded(ctx: RuleContext, cls: int) -> bool:
 
 
 def _picks(ctx: RuleContext, cls: int) -> bool:
-    args = [n.args[0] for n in ctx.g.classes[cls].nodes if n.op == MAP and n.args]
+    args = [n.args[0] for n in ctx.g.nodes(cls, MAP) if n.args]
     return ctx.has(cls, DELTA) or any(ctx.g.classes[a.cls].dtype == "bool" for a in args)

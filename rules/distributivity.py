@@ -97,7 +97,7 @@ def _distributed(r: RightSide, p: Product, k: int, total: Node) -> Ref | None:
 
 def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     """Return the product with factor k replaced by `inner`, whose outputs read the axes of `at`."""
-    to = [*at.axes, *(p.out + len(p.bound) + j for j in range(len(inner.bound)))]
+    to = [*at.axes, *(p.summed.stop + j for j in range(len(inner.bound)))]
     opened = tuple(f.over(to) for f in inner.factors)
     return Product(
         p.coefficient * inner.coefficient,
@@ -189,7 +189,7 @@ def _inner_terms(
     The result is None if `scale` might make them infinite, or if a term beside the sum reads it.
     """
     closed = ctx.uses(arg.cls) > 1 or ctx.is_whole(arg.cls) or ctx.g.classes[arg.cls].dtype != dtype
-    inner = next((n for n in ctx.g.classes[arg.cls].nodes if n.op == ADD), None)
+    inner = next(iter(ctx.g.nodes(arg.cls, ADD)), None)
     if closed or inner is None:
         return None
     opened = list(zip(inner.attr, inner.args, strict=True))
@@ -351,7 +351,7 @@ def _factored(r: RightSide, node: Node, group: list[_Term], shared: Match) -> Re
 
 def _is_made(ctx: RuleContext, rest: Ref) -> bool:
     """Return True if a sum has elementwise terms, which no fused loop would write to memory."""
-    sums = (n for n in ctx.g.classes[rest.cls].nodes if n.op == ADD)
+    sums = ctx.g.nodes(rest.cls, ADD)
     firsts = (ctx.g.classes[ctx.g.find(a).cls].first for n in sums for a in n.args)
     return any(n.op in (MAP, ADD, CONTRACT) and not n.bound for n in firsts)
 

@@ -68,22 +68,6 @@ def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         yield r.sum(*rest, (1, shift))
 
 
-@axiom(
-    law("s*(x·W) = x·(s*W)", kinds="F", x="nd", W="*do", s="*o"),
-    property=REDUNDANCY,
-    on=(CONTRACT,),
-)
-def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """Scale the frozen weight in a product by a frozen scale of the product."""
-    found = _scaled_by_frozen(ctx, cls, node)
-    if found is None or not is_sum_of_products(ctx, found[0].cls):
-        return
-    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
-    ref = RightSide.of(ctx, fold_into_product, cls).ordered(p)
-    if ref is not None:
-        yield ref
-
-
 def _convolve(x: Any, w: Any) -> Any:
     layout = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
@@ -100,8 +84,8 @@ def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if found is None or found[2].coefficient != 1:
         return
     other, scales, _ = found
-    for conv in list(ctx.g.classes[other.cls].nodes):
-        if conv.op != CONV or not ctx.frozen(conv.args[1].cls):
+    for conv in ctx.g.nodes(other.cls, CONV):
+        if not ctx.frozen(conv.args[1].cls):
             continue
         x, w = conv.args
         features = {other.axes[i]: i for i in w.axes if i < conv.out}

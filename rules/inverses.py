@@ -58,9 +58,8 @@ def _simple_inverse(r: RightSide, matrix: int) -> Ref | None:
     ctx = r.ctx
     if len(r.out) != 2:
         return None
-    for n in r.g.classes[matrix].nodes:
-        if n.op == INVERSE:
-            return r.g.find(n.args[0])
+    if inverses := r.g.nodes(matrix, INVERSE):
+        return r.g.find(inverses[0].args[0])
     p = flattest(r.g, matrix)
     main = [f for f in p.factors if ctx.has(f.cls, DELTA)] or [f for f in p.factors if f.axes]
     rest = [f for f in p.factors if f is not main[0]] if main else []
@@ -93,7 +92,7 @@ def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     for k, f in enumerate(p.factors):
         f = ctx.g.find(f)
         matrix = _inverse_of(ctx, f)
-        summed = [i for i in f.axes if i >= p.out]
+        summed = [i for i in f.axes if i in p.summed]
         if matrix is None or len(set(f.axes)) != 2 or len(summed) != 1 or len(p.factors) < 2:
             continue
         r = RightSide.of(ctx, solve_instead, cls, p.bound)
@@ -105,13 +104,13 @@ def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 def _solved(r: RightSide, p: Product, k: int, matrix: Ref, summed: int) -> Ref | None:
     """Return solve(matrix, product of the other factors), which keeps the summed index."""
     free = next(i for i in matrix.axes if i != summed)
-    rest = [f for j, f in enumerate(p.factors) if j != k]
+    rest = p.besides(k)
     if free >= p.out or any(free in f.axes for f in rest):
         return None
     if not any(summed in f.axes for f in rest):
         return None
     # The other factors, with the summed index in place of the free index, which has the same size.
-    bound = [i for i in range(p.out, p.out + len(p.bound)) if i != summed]
+    bound = [i for i in p.summed if i != summed]
     moved = [f.moved(summed, free) for f in rest]
     right = r.product(moved, bound, precision=p.precision)
     if right is None:
@@ -122,10 +121,8 @@ def _solved(r: RightSide, p: Product, k: int, matrix: Ref, summed: int) -> Ref |
 
 def _inverse_of(ctx: RuleContext, f: Ref) -> Ref | None:
     """Return the matrix A of a factor C, read over the factor's indices, or None."""
-    for n in ctx.g.classes[f.cls].nodes:
-        if n.op == INVERSE and len(n.args[0].axes) == 2:
-            return n.args[0].over(f.axes)
-    return None
+    found = (n.args[0].over(f.axes) for n in ctx.g.nodes(f.cls, INVERSE))
+    return next((matrix for matrix in found if len(matrix.axes) == 2), None)
 
 
 @axiom(
@@ -143,8 +140,8 @@ def inverse_of_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if len(sizes) != 2:
         return
     arg = ctx.g.find(node.args[0])
-    for inner in list(ctx.g.classes[arg.cls].nodes):
-        if inner.op != CONTRACT or len(inner.args) != 2 or len(inner.bound) != 1:
+    for inner in ctx.g.nodes(arg.cls, CONTRACT):
+        if len(inner.args) != 2 or len(inner.bound) != 1:
             continue
         if any(size != sizes[0] for size in (*sizes, *inner.bound)):
             continue

@@ -168,8 +168,8 @@ def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if not node.bound:
         return
     for k, arg in enumerate(node.args):
-        for inner in list(ctx.g.classes[ctx.g.find(arg).cls].nodes):
-            if inner.op != CONCAT or not _all_ints(inner.attr[1]):
+        for inner in ctx.g.nodes(ctx.g.find(arg).cls, CONCAT):
+            if not _all_ints(inner.attr[1]):
                 continue
             p = expand_node(ctx.g, cls, node, lambda d: False)
             index = ctx.g.find(arg).axes[inner.attr[0]]
@@ -218,11 +218,10 @@ class _Block:
         if self.index not in f.axes:
             return f
         made = self.r.sliced(f, self.entries)
-        for inner in list(self.r.g.classes[self.r.g.find(f).cls].nodes):
-            if inner.op != CONCAT or f.axes.count(self.index) != 1:
-                continue
+        for inner in self.r.g.nodes(self.r.g.find(f).cls, CONCAT):
             target, sizes = inner.attr
-            if f.axes[target] != self.index or not _all_ints(sizes):
+            is_alike = f.axes[target] == self.index and f.axes.count(self.index) == 1
+            if not is_alike or not _all_ints(sizes):
                 continue
             for k, own in enumerate(zip(_starts(sizes), sizes, strict=True)):
                 if own == (self.begin, self.size):
@@ -233,6 +232,6 @@ class _Block:
 
     def product(self, p: Product, factors: list[Ref]) -> Ref | None:
         """Return the product of the restricted factors."""
-        summed = [i for i in range(p.out, p.out + len(p.bound)) if i != self.index or self.size > 1]
+        summed = [i for i in p.summed if i != self.index or self.size > 1]
         parts = [self.r.sliced(f, self.dropped) if self.index in f.axes else f for f in factors]
         return self.r.product(parts, summed, p.coefficient, p.precision)

@@ -90,7 +90,7 @@ def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         seen.add(p)
         p = p._replace(factors=tuple(map(ctx.g.find, p.factors)))
         for k, f in enumerate(p.factors):
-            for inner in [n for n in ctx.g.classes[f.cls].nodes if n.op == SOLVE]:
+            for inner in ctx.g.nodes(f.cls, SOLVE):
                 yield from _read_out(ctx, cls, p, k, inner)
 
 
@@ -139,8 +139,8 @@ def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Itera
 
 def low_rank_forms(ctx: RuleContext, matrix: int) -> Iterator[LowRank]:
     """Yield the forms of a matrix as a diagonal plus one product."""
-    for total in list(ctx.g.classes[matrix].nodes):
-        if total.op != ADD or len(total.args) != 2:
+    for total in ctx.g.nodes(matrix, ADD):
+        if len(total.args) != 2:
             continue
         for k in (0, 1):
             diagonal = _diagonal(ctx, total.args[k])
@@ -170,7 +170,7 @@ def _at(index: int, factors: Iterable[Ref]) -> Iterator[Ref]:
 
 def _products(ctx: RuleContext, term: Ref) -> Iterator[tuple[Any, Ref, Ref, Dim]]:
     """Yield a term as `coefficient·Σ_k left(0, k)·right(1, k)`, once for each such node of it."""
-    for node in list(ctx.g.classes[term.cls].nodes):
+    for node in ctx.g.nodes(term.cls, ADD, CONTRACT):
         if node.op == ADD and len(node.args) == 1:
             inner = ctx.g.find(node.args[0]).over(term.axes)
             for k, left, right, rank in _products(ctx, inner):

@@ -7,7 +7,7 @@ from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.rules.distributivity import distribute, factor, flatten_sum
-from symjax_rewrite.rules.folding import fold_into_kernel, fold_into_product, fold_scale, fold_shift
+from symjax_rewrite.rules.folding import fold_into_kernel, fold_scale, fold_shift
 from symjax_rewrite.rules.inverses import inverse_of_product, solve_instead, solve_is_inverse
 from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
 from symjax_rewrite.rules.low_rank import low_rank_readout, low_rank_solve
@@ -31,8 +31,8 @@ separability = RulePack(
 )
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
 moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity
-folding = RulePack("folding", (fold_scale, fold_shift, fold_into_product, fold_into_kernel))
-norms = folding + associativity + distributivity
+folding = RulePack("folding", (fold_scale, fold_shift, fold_into_kernel, contraction_order))
+norms = folding + distributivity
 linear_algebra = (
     RulePack("linear_algebra", (lemmas.shared_operand,))
     + associativity

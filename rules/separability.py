@@ -66,10 +66,9 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     # Scaled after the shift: far from zero a product rounds away what the shift leaves.
     su, sv = scaled = [r.inside(inside, x) for x in shifted]
     ctx.whole.update([x.cls for x in (mean, *shifted, *scaled)])
-    summed = [i for i in r.sizes if i >= p.out]
     terms = []
     for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
-        ref = r.product(factors, summed, precision=p.precision)
+        ref = r.product(factors, p.summed, precision=p.precision)
         if ref is None:
             return
         terms.append((k, ref))
@@ -123,7 +122,7 @@ def separable(g: EGraph, cls: int) -> tuple[Ref, Ref] | None:
     if not inner or not _is_wide_float(g.classes[cls].dtype):
         return None
     squared = len(inner) == 2 and inner[0] == inner[1] and len(p.factors) == 2
-    sums = [n for n in g.classes[inner[0].cls].nodes if n.op == ADD and len(n.args) == 2]
+    sums = [n for n in g.nodes(inner[0].cls, ADD) if len(n.args) == 2]
     if not sums or not (len(inner) == 1 or (squared and sum(sums[0].attr) == 0)):
         return None
     sides = _sides(p, inner[0], sums[0])
@@ -205,8 +204,8 @@ def separable_extremum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if node.attr not in OPPOSITE or dtype_kind(r.dtype) != "f" or not nonempty:
         return
     source = ctx.g.find(node.args[0])
-    for total in list(ctx.g.classes[source.cls].nodes):
-        if total.op == ADD and len(total.args) == 2:
+    for total in ctx.g.nodes(source.cls, ADD):
+        if len(total.args) == 2:
             pair = [(k, a.over(source.axes)) for k, a in zip(total.attr, total.args, strict=True)]
             shared = [i for i in bound if all(i in a.axes for _, a in pair)]
             if len(shared) < len(bound):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import nn
 
 from symjax_rewrite.ir.index_tests import index_of, indicated, label_of
-from symjax_rewrite.ir.products import expand_node, flattest, is_half
+from symjax_rewrite.ir.products import flattest, is_half
 from symjax_rewrite.ir.term import CONCAT, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import selected_case
 from symjax_rewrite.rewriting.laws import law
@@ -41,19 +41,19 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
     For labels out of range it is zero.
     """
-    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
+    p = ctx.opened(cls, node)
     r = RightSide.of(ctx, one_hot, cls, p.bound)
     for k, f in enumerate(p.factors):
         test = label_of(ctx.g, indicated(ctx.g, f)) or _identity_rows(ctx, f)
         if test is None:
             continue
         label, index, *beyond = test
-        rest = [g for j, g in enumerate(p.factors) if j != k]
+        rest = p.besides(k)
         if index < p.out or index in label.axes or not any(index in g.axes for g in rest):
             continue  # alone, Σᵥ [x = v] is 1 only if x is in range
         made = _gathered(r, rest, label, index, *beyond)
         if made is not None:
-            summed = [i for i in r.sizes if i >= p.out and i != index]
+            summed = [i for i in p.summed if i != index]
             found = r.product(made, summed, precision=p.precision)
             if found is not None and p.coefficient == 1:
                 yield found
@@ -61,8 +61,8 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
     """Return `(x, v, out of range)` of a factor I[x, v], rows of an identity matrix; or None."""
-    for n in ctx.g.classes[f.cls].nodes:
-        if n.op != TAKE or len(n.args) != 2 or n.attr[2] != (None,):
+    for n in ctx.g.nodes(f.cls, TAKE):
+        if len(n.args) != 2 or n.attr[2] != (None,):
             continue
         mode, fill, _ = n.attr
         if mode == "fill" and fill[0] == fill[0]:
@@ -126,10 +126,10 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     even if b is inf or nan. A mask on a summed index stays, because it would have to be multiplied
     with the masked elements.
     """
-    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
+    p = ctx.opened(cls, node)
     r = RightSide.of(ctx, masked_product, cls)
     for k, f in enumerate(p.factors):
-        for mask in list(ctx.g.classes[f.cls].nodes):
+        for mask in ctx.g.nodes(f.cls, MAP):
             selected = selected_case(ctx.g, mask)
             if selected is None or ctx.g.classes[f.cls].dtype != r.dtype:
                 continue
@@ -154,7 +154,7 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
     Σⱼ [i ≥ j + b]·f(j) is the prefix sum of f at i − b.
     """
-    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
+    p = ctx.opened(cls, node)
     r = RightSide.of(ctx, triangular_prefix, cls, p.bound)
     for k, f in enumerate(() if is_half(r.dtype) else p.factors):
         test = triangle_of(ctx, f)
@@ -164,7 +164,7 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         reverse = i >= p.out > j
         if reverse:
             i, j = j, i
-        rest = [g for m, g in enumerate(p.factors) if m != k]
+        rest = p.besides(k)
         if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
             continue
         size = r.sizes[i]
@@ -173,7 +173,7 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if shift and not (isinstance(size, int) and abs(shift) < size):
             continue
         # The prefix runs over j, which replaces output i.
-        summed = [n for n in r.sizes if n >= p.out and n != j]
+        summed = [n for n in p.summed if n != j]
         ref = r.product([g.moved(j, i) for g in rest], summed, precision=p.precision)
         if ref is None or i not in ref.axes:
             continue

@@ -98,6 +98,10 @@ class EGraph:
         """Return the value of a class over its own slots."""
         return Ref(cls, identity(len(self.classes[cls].sizes)))
 
+    def nodes(self, cls: int, *ops: str) -> list[Node]:
+        """Return the nodes of a class that are of some kinds."""
+        return [n for n in self.classes[cls].nodes if n.op in ops]
+
     def add(
         self,
         op: str,

@@ -49,6 +49,15 @@ class Product(NamedTuple):
     precision: object = None
     scales: tuple[Scale, ...] = ()
 
+    @property
+    def summed(self) -> range:
+        """Return the bound indices."""
+        return range(self.out, self.out + len(self.bound))
+
+    def besides(self, k: int) -> list[Ref]:
+        """Return the factors but the k-th."""
+        return [*self.factors[:k], *self.factors[k + 1 :]]
+
     def without(self, gone: int) -> Product:
         """Return the product less a bound index that no factor reads."""
         k = gone - self.out

@@ -18,7 +18,7 @@ from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.errors import RuleError, choice
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import ends_early
+from symjax_rewrite.ir.products import Product, ends_early, expand_node
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
@@ -117,6 +117,10 @@ class RuleContext:
     def has(self, cls: int, op: str) -> bool:
         """Return True if a class has a node of some kind."""
         return any(n.op == op for n in self.g.classes[cls].nodes)
+
+    def opened(self, cls: int, node: Node) -> Product:
+        """Return a product in which the factors that nothing else reads are opened."""
+        return expand_node(self.g, cls, node, lambda d: self.uses(d) <= 1)
 
     def is_whole(self, cls: int) -> bool:
         """Return True if a sum would lose digits if another sum or product opened it."""
