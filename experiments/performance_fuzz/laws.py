@@ -8,7 +8,8 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 `product_s` and `step_s` of `LoopFacts`. *Pages*: a sum of arrays around the size that the allocator
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
-`feature_sum` and `features_at_once` of `FoldFacts`. *Rows*: products of long matrices with few
+`feature_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
+entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Rows*: products of long matrices with few
 columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained` of
 `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop; `piece_s`
 of `FoldFacts`.
@@ -201,6 +202,23 @@ def tiles(points: int = 2000) -> None:
         print(f"{width:2} features: {each:.2f} of a step an operation")
 
 
+def ties(columns: int = 2048) -> None:
+    """Print the steps per pair of folds that compare a term with its extremum, both ways."""
+    for points, width in itertools.product((1024, 2048, 3000, 4096), (1, 3, 16)):
+        x, y = array(columns, 3), array(points, 3)
+
+        def places(x: Any, y: Any) -> Any:
+            s = x @ y.T
+            return jnp.where(s == jnp.min(s, 1, keepdims=True), 1.0, 0.0)
+
+        along = sym_optimize(lambda x, y, w: places(x, y) @ w, kernels="always")
+        down = sym_optimize(lambda x, y, w: places(x, y).T @ w, kernels="always")
+        a = seconds_of(along, x, y, array(points, width))
+        b = seconds_of(down, x, y, array(columns, width))
+        steps = [16e9 * s / (points * columns) for s in (a, b)]
+        print(f"{points} by {width}: {steps[0]:.0f} steps a pair along, {steps[1]:.0f} down")
+
+
 def pieces() -> None:
     """Print the times of the pieces of memory that slices along the last axis read and write."""
 
@@ -241,6 +259,7 @@ def main() -> None:
         features()
         rows()
         tiles()
+        ties()
         pieces()
 
 

@@ -277,6 +277,7 @@ CPU = Device(
         block_s=5e-6,
         chained=0.35,
         stored_tile=4,
+        down_tile=20,
         feature_sum=60,
         features_at_once=8,
         argmax=24,

@@ -232,6 +232,9 @@ class FoldFacts:
     stored_tile: float = quantity(
         "steps/pair", "a block of a fold's tile, stored for one of several sums of it", FOLDS, 0
     )
+    down_tile: float = quantity(
+        "steps/pair", "a reduction in a fold's block down its columns, which are few", LAWS, 0
+    )
     feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)

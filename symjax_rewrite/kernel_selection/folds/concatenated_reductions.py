@@ -123,6 +123,7 @@ class Restated:
             args = tuple(self._moved(a) for a in factors)
             made.append(self.g.add(CONTRACT, node.attr, args, c.sizes, node.bound, c.dtype))
         self.wanted |= {ref.cls for ref in made}
+        self.t.part_of.update((ref.cls, cls) for ref in made)
         return self.g.add(ADD, (1,) * len(made), tuple(made), c.sizes, (), c.dtype)
 
     def _apart(self, cls: int, node: Node) -> bool:

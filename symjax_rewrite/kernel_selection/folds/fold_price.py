@@ -16,18 +16,18 @@ import jax.numpy as jnp
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.profile_groups import FUNCTIONS, FoldFacts
+from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import (
     Cost,
     CostModel,
     functions_of,
-    is_inverse_power,
     itemsize,
     weight,
 )
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
+from symjax_rewrite.ir.sizes import from_jax
+from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -39,7 +39,9 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
 from symjax_rewrite.kernel_selection.folds.written_terms import (
     are_short_rows,
     copied_bytes,
+    fused_terms,
     is_all_in_library,
+    is_arithmetic,
     is_in_library,
     is_masked,
     is_reduction,
@@ -104,8 +106,7 @@ def compared(
         apart = min(fresh, largest_bytes(t, cluster))  # the library allocates each term by itself
         whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(apart)
     else:
-        kept = replace(fast, memory=replace(fast.memory, kept_bytes=math.inf))
-        whole = seconds_whole(t, cluster, kept) + device.page_seconds(fresh)  # of all its values
+        whole = seconds_whole(t, cluster, fast) + device.page_seconds(fresh)  # of all its values
     return whole, sum(seconds_folded(r, fast) for r in routes), fresh
 
 
@@ -210,9 +211,13 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
 
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
-    """Return seconds of the pairwise terms and their reductions as written."""
+    """Return seconds of the pairwise terms and their reductions as written.
+
+    Fresh memory is counted of what XLA's own routines store, and not of terms.
+    """
     choice, mine, reduced, roots = written_terms(t, cluster)
-    model, folds = CostModel(device, t.number), device.folds
+    kept, folds = replace(device.memory, kept_bytes=math.inf), device.folds
+    model = CostModel(replace(device, memory=kept), t.number)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.reduction.kind, m.reduction.args, m.reduction.keys): m for m in cluster.members}
@@ -225,7 +230,9 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     steps += _feature_steps(t, cluster, folds)
-    across = sum(_across_seconds(t, choice[cls], mine, device) for cls in reduced)
+    order = postorder(roots, lambda c: [a.cls for a in choice[c].args if a.cls in mine])
+    fused = fused_terms(choice, order)
+    across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in reduced)
     return seconds + across + steps / folds.fused_steps_per_s
 
 
@@ -235,23 +242,36 @@ def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
     return m.reduction.kind == "sorted" and device.sorts.selects and dtype in SELECTED
 
 
-def _across_seconds(t: TermGraph, node: Node, mine: set[int], device: Device) -> float:
+def _across_seconds(t: TermGraph, cls: int, node: Node, fused: set[int], device: Device) -> float:
     """Return the seconds of a sum across the short rows of what it reads, beside its arithmetic.
 
-    XLA sums row by row, or stores what the sum reads (`rewriting.fusion_limits`).
+    XLA's library multiplies and sums at once, row by row, out of copies of the factors; or what the
+    sum reads is stored (`rewriting.fusion_limits`). What several sums read is stored.
     """
     facts, wide = device.fusions, max(node.args, key=lambda a: len(a.axes), default=None)
-    if facts is None or wide is None or wide.cls not in mine or not node.bound:
+    if facts is None or wide is None or not node.bound:
         return 0.0
-    if not is_product(node_of(t.graph, wide.cls)) and not is_product(node):
+    if wide.cls not in fused or not (is_product(node_of(t.graph, wide.cls)) or is_product(node)):
         return 0.0
-    c = t.graph.classes[wide.cls]
-    width = t.number(c.sizes[-1]) if c.sizes else 0
-    if not 1 < width <= facts.short_row or wide.axes[-1] >= node.out:
+    width = _row_across(t, cls, node, wide)
+    if not 1 < width <= facts.short_row:
         return 0.0
     size = elements(t, wide.cls)
-    pages = device.page_seconds(size * itemsize(c.dtype))
+    pages = device.page_seconds(itemsize(t.graph.classes[wide.cls].dtype) * size)
     return min(facts.across_seconds(size / width, pages), facts.stored_s * size + pages)
+
+
+def _row_across(t: TermGraph, cls: int, node: Node, wide: Ref) -> int:
+    """Return the length of the innermost rows that a sum reads in memory; 0 if it sums along them.
+
+    A class has its axes in any order; the equation that sums has them as they are stored.
+    """
+    made = t.maker_of(cls)
+    if made is not None and made.name == "reduce_sum":
+        shape, summed = made.eqn.invars[0].aval.shape, made.eqn.params["axes"]
+        return 0 if len(shape) - 1 in summed else t.number(from_jax(shape[-1]))
+    sizes = t.graph.classes[wide.cls].sizes
+    return 0 if not sizes or wide.axes[-1] >= node.out else t.number(sizes[-1])
 
 
 def _feature_steps(t: TermGraph, cluster: Cluster, folds: FoldFacts) -> float:
@@ -313,7 +333,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
             last[a] = max(last.get(a, -1), until)
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
-    fused = _fused_into_readers(choice, order) - read_whole
+    fused = fused_terms(choice, order) - read_whole
     held = [c for c in order if c in written and c not in reduced and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
@@ -328,26 +348,6 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
         return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
-
-
-def _fused_into_readers(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
-    """Return the elementwise classes that XLA computes in the loops that read them.
-
-    One loop computes all that it reads once. Arithmetic is repeated in several loops, a function is
-    not.
-    """
-    loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
-    for c in reversed(order):
-        mine = loops[c] if is_elementwise(choice[c]) else {c}
-        for a in choice[c].args:
-            loops[a.cls] |= mine or {c}
-    elementwise = [c for c in order if is_elementwise(choice[c])]
-    return {c for c in elementwise if len(loops[c]) <= 1 or _is_arithmetic(choice[c])}
-
-
-def _is_arithmetic(node: Node) -> bool:
-    """Return True for an elementwise operation that takes a step or a few."""
-    return node.op != MAP or (node.attr[0] not in FUNCTIONS and not is_inverse_power(node))
 
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
@@ -500,6 +500,8 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     steps += folds.stored_tile * (_stored(spec) + kinds["along"])
+    if spec.tile.whole == spec.row:
+        steps += folds.down_tile * kinds["along"]
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
 
 
@@ -546,7 +548,7 @@ def _shares(
     for k in reversed(range(len(nodes))):
         node = nodes[k]
         own = 1 / math.prod(size for a, size in extents.items() if a not in axes[k])
-        once = spec.col not in axes[k] or (node is not None and not _is_arithmetic(node))
+        once = spec.col not in axes[k] or (node is not None and not is_arithmetic(node))
         read = 0.0 if once else 1.0
         shares[k] = max(own, min(read, max((shares[r] for r in readers[k]), default=1.0)))
     return shares

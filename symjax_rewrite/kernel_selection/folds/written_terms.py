@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.term_cost import is_dot, itemsize
-from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
+from symjax_rewrite.cost.profile_groups import FUNCTIONS
+from symjax_rewrite.cost.term_cost import is_dot, is_inverse_power, itemsize
+from symjax_rewrite.ir.dataflow import class_operands, cone, node_of, postorder
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -25,18 +26,31 @@ def written_terms(
 ) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
     """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
 
-    It always writes the reductions, and the inputs of XLA's own routines.
+    It always writes the reductions, and the inputs of XLA's own routines. A sum that a fold computes
+    in parts is one sum as written.
     """
-    reduced = sorted({m.reduction.cls for m in cluster.members})
+    reduced = sorted({t.part_of.get(m.reduction.cls, m.reduction.cls) for m in cluster.members})
     mine = {
         *reduced,
         *cluster.classes()[0],
         *(x for m in cluster.members for x in m.reduction.through),
     }
+    if t.part_of:
+        mine |= _between(t, reduced, mine)
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     choice = {c: node_of(t.graph, c) for c in mine | reached}
     native = {a.cls for c in reduced if choice[c].op == NATIVE for a in choice[c].args}
     return choice, mine, reduced, (*reduced, *sorted((native & mine).difference(reduced)))
+
+
+def _between(t: TermGraph, reduced: Iterable[int], terms: set[int]) -> set[int]:
+    """Return the terms between reductions and terms that they read indirectly."""
+    operands = class_operands(t.graph)
+    above = set()
+    for c in postorder(reduced, operands):
+        if any(a in terms or a in above for a in operands(c)):
+            above.add(c)
+    return above
 
 
 def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
@@ -148,3 +162,31 @@ def is_reduction(node: Node) -> bool:
 def rows_reduced(m: ClusterMember) -> int:
     """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
     return m.pairs // m.count(m.reduction.bound)
+
+
+def fused_terms(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
+    """Return the elementwise classes that XLA computes in the loops that read them.
+
+    One loop computes all that it reads once. Arithmetic is repeated in several loops, a function is
+    not, nor is what two reductions read: these are calls of XLA's library.
+    """
+    loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
+    fused = set()
+    for c in reversed(order):
+        if is_elementwise(choice[c]) and _is_repeated(choice, c, loops[c]):
+            fused.add(c)
+        mine = loops[c] if c in fused else {c}
+        for a in choice[c].args:
+            loops[a.cls] |= mine or {c}
+    return fused
+
+
+def _is_repeated(choice: Mapping[int, Node], c: int, loops: set[int]) -> bool:
+    """Return True if the loops that read a class compute it, each for itself."""
+    calls = sum(not is_elementwise(choice[r]) for r in loops)
+    return len(loops) <= 1 or (calls <= 1 and is_arithmetic(choice[c]))
+
+
+def is_arithmetic(node: Node) -> bool:
+    """Return True for an elementwise operation that takes a step or a few."""
+    return node.op != MAP or (node.attr[0] not in FUNCTIONS and not is_inverse_power(node))

@@ -120,6 +120,33 @@ def test_a_tile_that_is_compared_with_its_extremum_is_stored():
     assert not takes_fold(jax.grad(chamfer, (0, 1)), (4096, 3), (2048, 3))
 
 
+def test_a_sum_that_folds_compute_in_parts_is_one_sum_as_written():
+    """Its parts need blocks of whole columns too, which are slower."""
+
+    def chamfer(x, y):
+        squares = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1) - 2 * x @ y.T
+        return jnp.mean(jnp.min(squares, 1)) + jnp.mean(jnp.min(squares, 0))
+
+    assert takes_fold(chamfer, (4096, 3), (4096, 3))
+    assert not takes_fold(jax.grad(chamfer, (0, 1)), (2048, 3), (2048, 3))
+
+
+def test_sums_across_short_rows_copy_what_they_multiply():
+    def steps(x, g):
+        gaps = x[:, None] - x
+        k = jnp.exp(-jnp.sum(gaps**2, -1))
+        return k @ g + jnp.sum(k[:, :, None] * gaps, 1)
+
+    assert takes_fold(steps, (800, 16), (800, 16))
+
+
+def test_arithmetic_that_two_sums_read_is_stored():
+    def loss(x, v):
+        return jnp.sum((jnp.exp(-jnp.sum((x[:, None] - x) ** 2, -1)) @ v) ** 2)
+
+    assert takes_fold(jax.grad(loss), (1500, 8), (1500, 4))
+
+
 def differential(q1, k1, q2, k2, v):
     def weights(q, k):
         return jax.nn.softmax(jnp.einsum("hid,hjd->hij", q, k), -1)
