@@ -9,10 +9,10 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
 `feature_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
-entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Rows*: products of long matrices with few
-columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained` of
-`FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop; `piece_s`
-of `FoldFacts`.
+entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Rows*: products of long matrices
+with few columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained`
+of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop;
+`piece_s` of `FoldFacts`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import (
     Cost,
@@ -268,7 +269,7 @@ def _row_across(t: TermGraph, cls: int, node: Node, wide: Ref) -> int:
     """
     made = t.maker_of(cls)
     if made is not None and made.name == "reduce_sum":
-        shape, summed = made.eqn.invars[0].aval.shape, made.eqn.params["axes"]
+        shape, summed = shape_of(made.eqn.invars[0]), made.eqn.params["axes"]
         return 0 if len(shape) - 1 in summed else t.number(from_jax(shape[-1]))
     sizes = t.graph.classes[wide.cls].sizes
     return 0 if not sizes or wide.axes[-1] >= node.out else t.number(sizes[-1])

@@ -26,7 +26,7 @@ def written_terms(
 ) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
     """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
 
-    It always writes the reductions, and the inputs of XLA's own routines. A sum that a fold computes
+    It always writes the reductions, and the inputs of XLA's own routines. A sum that folds compute
     in parts is one sum as written.
     """
     reduced = sorted({t.part_of.get(m.reduction.cls, m.reduction.cls) for m in cluster.members})
