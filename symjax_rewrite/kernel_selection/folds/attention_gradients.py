@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import is_half
-from symjax_rewrite.ir.term import is_cast
+from symjax_rewrite.ir.term import Ref, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operand
 from symjax_rewrite.kernel_selection.folds.epilogue import Names, Rows, Served
@@ -34,7 +34,7 @@ from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
     score_derivative,
     times,
 )
-from symjax_rewrite.kernel_selection.folds.score_folds import log_sum_exp, score_fold
+from symjax_rewrite.kernel_selection.folds.score_folds import log_sum_exp, score_fold, weighted_sum
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW
 from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.fold.attention_gradient import attention_gradient, gradient_spec
@@ -147,14 +147,22 @@ class _Attention:
         outs = [c for c in outs if self._is_narrow(c)]
         tops = [c for c in served if self.rows.of(c)[0] == MAXIMUM]
         totals = [c for c in served if self._is(c, monomial(total=1))]
-        if not outs or not tops or not totals or self.spec.epilogue is None:
+        scores = {a.tile for s in self.first.served.values() for a in s.form if a.tile}
+        if not tops or not totals or len(scores) != 1 or self.spec.epilogue is None:
             return False
         read = tops[0], self.rows.of(tops[0])[1], totals[0], self.rows.of(totals[0])[1]
         self.stats = log_sum_exp(self.t, *read)
-        self.out = outs[0], _with_feature(self.rows.of(outs[0])[1], self.spec.features(2))
+        out, axes = (outs[0], self.rows.of(outs[0])[1]) if outs else self._unread(*scores)
+        self.out = out, _with_feature(axes, self.spec.features(2))
         axes = self.out[1], self.stats[1]
         self.spec = replace(self.spec, epilogue=replace(self.spec.epilogue, axes=axes))
         return plain_attention(self.spec) is not None
+
+    def _unread(self, scores: Ref) -> tuple[int, Names]:
+        """Add the class of a result that the program does not read; return it and its axes."""
+        values, half = self._input(2), self.spec.operands[2].dtype
+        assert values is not None
+        return weighted_sum(self.t, scores, self.stats, Ref(*values), half)
 
     def _is(self, cls: int, wanted: Weights) -> bool:
         return wanted.is_close(self.rows.of(cls)[0])
@@ -227,7 +235,9 @@ class _Attention:
             if k == 0:
                 known[served.reduction.cls] = (MAXIMUM if addend.kind == "max" else None), names
                 return
-            known[served.reduction.cls] = self._row_sum(route, output.terms[k - 1], tiles), names
+            term = output.terms[k - 1]
+            found = self._row_sum(route, term, tiles, addend.after)
+            known[served.reduction.cls] = found, names
             return
         if not isinstance(output, Sums):
             return
@@ -245,12 +255,19 @@ class _Attention:
     def _scores(self) -> Scores:
         return Scores(self.plain.scale, self.plain.seen, self.plain.fill)
 
-    def _row_sum(self, route: FoldRoute, term: WeightedTerm, tiles: list[Symbol]) -> Symbol:
-        """Return the symbol of Σ e^(s - max)·factor·weights."""
+    def _row_sum(
+        self, route: FoldRoute, term: WeightedTerm, tiles: list[Symbol], after: Ref | None
+    ) -> Symbol:
+        """Return the symbol of Σ e^(s - max)·factor·weights, or of its product with `after`."""
         if term.weights is not None:
             values = self._canonical(route.spec, route.inputs[term.weights], False)
-            plain = term.factor is None and values == self._input(2)
-            return monomial(weighted=1) if plain else None
+            if term.factor is not None or values != self._input(2):
+                return None
+            if after is None:
+                return monomial(weighted=1)
+            half = self.t.graph.classes[after.cls].dtype == self.spec.operands[2].dtype
+            pulls = half and self._pulls(self._canonical(route.spec, after, False))
+            return monomial(dotted=1) if pulls else None
         if term.factor is None:
             return monomial(total=1)
         factor = tiles[term.factor]
@@ -297,10 +314,14 @@ class _Attention:
             return Scores(1.0)
         number = c.col if by_keys else c.row
         half = route.spec.operands[number].dtype == self.spec.operands[2].dtype
-        if col != self._input(2) or not half or row is None or self.upstream not in (None, row):
-            return None
-        self.upstream = row
-        return monomial(upstream=1)
+        return monomial(upstream=1) if col == self._input(2) and half and self._pulls(row) else None
+
+    def _pulls(self, read: Input | None) -> bool:
+        """Return True if an operand is the derivative by the result; the first one found is."""
+        if read is None or self.upstream not in (None, read):
+            return False
+        self.upstream = read
+        return True
 
     def _value_symbol(self, route: FoldRoute, number: int, by_keys: bool) -> Symbol:
         cls, axes = route.inputs[number]

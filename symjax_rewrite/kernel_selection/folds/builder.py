@@ -364,7 +364,9 @@ class FoldBuilder:
         features = tuple(str(a) for a in addend.weights.axes if a not in (*self.lead, COLUMN))
         attr = None if addend.after else node_of(g, served.reduction.cls).attr
         dtype = g.classes[addend.weights.cls].dtype
-        alike = all(g.classes[a.cls].dtype == dtype for a in served.reduction.args)
+        alike = bool(addend.after) or all(
+            g.classes[a.cls].dtype == dtype for a in served.reduction.args
+        )
         # a product of f32 and half precision rounds neither operand
         rounding = dtype if is_half(dtype) and alike else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features

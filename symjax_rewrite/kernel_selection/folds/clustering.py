@@ -121,13 +121,15 @@ class Scope(NamedTuple):
 
     least: minimum number of elements of a tile. single: include scores of one row, as of one
     decoder query. tables: tiles may look values up in tables and sum by key. sort_share: minimum
-    ratio between the length of a sorted row and the number of places kept.
+    ratio between the length of a sorted row and the number of places kept. cancels: sums may lose
+    digits.
     """
 
     least: int
     single: bool
     tables: bool
     sort_share: float = 0.0
+    cancels: bool = False
 
 
 def _connected(links: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -213,7 +215,7 @@ def _candidate(
         if keyed:
             carried = carried.intersection(found.bound, *(k.axes for k in found.keys))
         for row in sorted(carried, key=lambda i: (i in found.bound, -size(i), i)):
-            pair = Pair(t, row, column, gone, made, tables=scope.tables)
+            pair = Pair(t, row, column, gone, made, tables=scope.tables, cancels=scope.cancels)
             paired = _paired(found, pair, scope.least)
             if paired is not None and paired.makes_work():
                 return _along_storage(paired, scope.least)

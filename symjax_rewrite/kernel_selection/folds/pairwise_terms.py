@@ -90,7 +90,7 @@ class Pair:
     index. inside: row values that tiles compute themselves. tables: tiles may look values up in
     tables. chosen: where tiles are read at some columns of each row alone, a class that is zero at
     other columns, and its value there: a reference over its slots, and over names that number the
-    columns.
+    columns. cancels: sums may lose digits, as numerics="cancels" permits.
     """
 
     t: TermGraph
@@ -102,6 +102,7 @@ class Pair:
     inside: frozenset[int] = frozenset()
     tables: bool = False
     chosen: tuple[int, Ref] | None = None
+    cancels: bool = False
     _fresh: int = field(default=0, init=False)
 
     @property

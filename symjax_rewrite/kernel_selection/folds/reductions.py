@@ -363,19 +363,21 @@ def _distributed(pair: Pair, addend: Addend, found: Reduction) -> Iterator[Adden
 def _eliminated(pair: Pair, addend: Addend) -> Addend:
     """Replace a small contraction among the factors by weights and a later row operand.
 
-    Not where the product is kept in f32, as its factors would be rounded. Nor where other readers
-    round it, since terms that cancel must round alike.
+    In half precision the sum by weights is of rounded factors, and other readers may round the
+    product. Both sides of p·(dp - Σ p·dp) would then round apart, and its sum along a row, which is
+    zero, would be multiplied by what all keys have in common. Only where digits may be lost so, as
+    FlashAttention does with the rounded result (Dao 2023), are these products replaced too.
     """
     classes = pair.g.classes
     for k, (ref, power) in enumerate(addend.product if addend.weights is None else ()):
         scale, inner, narrow = _unscaled(pair.g, ref)
-        if power != 1 or narrow or not pair.holds(inner):
+        if power != 1 or (narrow and not pair.cancels) or not pair.holds(inner):
             continue
         found = pair.open(inner)
         others = addend.product[:k] + addend.product[k + 1 :]
         if found.kind != "dot" or not (others or addend.tile):
             continue
-        if not any(is_half(classes[a.cls].dtype) for a in found.args):
+        if pair.cancels or not any(is_half(classes[a.cls].dtype) for a in found.args):
             (after, weights), times = found.args, addend.coefficient * scale
             return replace(addend, product=others, weights=weights, after=after, coefficient=times)
     return addend

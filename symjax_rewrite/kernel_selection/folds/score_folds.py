@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.ir.term import ADD, MAP, Ref, identity
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Ref, identity, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import Names
 from symjax_rewrite.kernel_selection.folds.gradient_symbols import gradient_rules
+from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN
 from symjax_rewrite.pallas_kernels.fold.plain_attention import HALVES, Number, Scores, interpreted
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Epilogue,
@@ -33,15 +34,15 @@ def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
     (output,) = spec.outputs
     if not isinstance(output, ExpSums):
         return None
-    weighted = [t for t in output.terms if t.weights is not None]
-    if len(weighted) != 1 or spec.operands[weighted[0].weights or 0].dtype not in HALVES:
-        return None
     number, inner, root = _score_number(spec, output.tile), spec.tile, output.tile
-    if number is None or weighted[0].weights is None:
+    weighted = None if number is None else _weighted(spec, output, number)
+    if number is None or weighted is None or weighted.weights is None:
         return None
     c, count = spec.contractions[number], len(spec.contractions)
-    numbers = c.row, c.col, weighted[0].weights
+    numbers = c.row, c.col, weighted.weights
     q, k, v = (spec.operands[n] for n in numbers)
+    if v.dtype not in HALVES:
+        return None
 
     def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
         made = inner.fun(dots * count, values, i, j)
@@ -57,12 +58,27 @@ def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
         operands=(q, k, v),
         contractions=(replace(c, row=0, col=1),),
         tile=Tile(tile, key=("scores", inner.key, root, number), dtypes=("float32",)),
-        outputs=(ExpSums((WeightedTerm(), replace(weighted[0], weights=2))),),
+        outputs=(ExpSums((WeightedTerm(), replace(weighted, weights=2))),),
         epilogue=Epilogue(
             finished, ((*lse, *spec.features(numbers[2])), lse), key=("attention", v.dtype)
         ),
     )
     return made, numbers
+
+
+def _weighted(spec: FoldSpec, output: ExpSums, number: int) -> WeightedTerm | None:
+    """Return the weighted sum of a fold, whose scores are contraction `number`.
+
+    A gradient whose result is not read sums products with the values alone.
+    """
+    weighted = [t for t in output.terms if t.weights is not None]
+    if weighted:
+        return weighted[0] if len(weighted) == 1 else None
+    others = {c.col for n, c in enumerate(spec.contractions) if n != number}
+    if len(others) != 1:
+        return None
+    (values,) = others
+    return WeightedTerm(values, round_to=spec.operands[values].dtype)
 
 
 def _score_number(spec: FoldSpec, root: int) -> int | None:
@@ -93,3 +109,31 @@ def log_sum_exp(
     maximum = Ref(top, identity(len(sizes)))
     made = g.add(ADD, (1, 1), (maximum, logarithm), sizes, (), "float32")
     return made.cls, tuple([of_top[n] for n in made.axes])
+
+
+def weighted_sum(
+    t: TermGraph, scores: Ref, lse: tuple[int, Names], values: Ref, dtype: str
+) -> tuple[int, Names]:
+    """Add the class of Σ e^(scores - lse)·values over columns; return the class and its axes.
+
+    lse: the class of the log-sum-exp, and its axes. All references are over named axes.
+    """
+    g = t.graph
+    named: Any = dict.fromkeys((*scores.axes, *values.axes))
+    names = sorted(named, key=lambda axis: axis == COLUMN)
+    size: Any = {
+        axis: n
+        for ref in (scores, values)
+        for axis, n in zip(ref.axes, g.classes[ref.cls].sizes, strict=True)
+    }
+    pairs = tuple(scores.axes)
+    shift = Ref(lse[0], tuple([pairs.index(axis) for axis in lse[1]]))
+    sizes = g.classes[scores.cls].sizes
+    tile = Ref(scores.cls, identity(len(sizes)))
+    shifted = g.add(ADD, (1, -1), (tile, shift), sizes, (), "float32")
+    weights = g.add(MAP, ("exp", (("accuracy", None),)), (shifted,), sizes, (), "float32")
+    number = {axis: n for n, axis in enumerate(names)}
+    read = (over(Ref(-1, tuple([number[a] for a in pairs])), weights), values.over(number))
+    shape = tuple([size[axis] for axis in names])
+    made = g.add(CONTRACT, None, read, shape[:-1], shape[-1:], dtype)
+    return made.cls, tuple([names[n] for n in made.axes])

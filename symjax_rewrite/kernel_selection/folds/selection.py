@@ -128,6 +128,7 @@ class _FoldSelection:
             single=not auto or folds.single_rows,
             tables=self.kernels in ("xla", "reference") or folds.streams,
             sort_share=folds.least_of_sort,
+            cancels=context.options.numerics.permits("cancels"),
         )
 
     def found(self, t: TermGraph, need: Needed) -> list[Found]:

@@ -69,6 +69,11 @@ def trained(f: Callable) -> Callable:
     return jax.value_and_grad(loss, (0, 1, 2))
 
 
+def unread(f: Callable) -> Callable:
+    """The derivatives of attention alone."""
+    return lambda *args: pulled(f)(*args)[1]
+
+
 def operands(dtype: str = "bfloat16", keys: int = T, heads: int = H) -> list[Any]:
     rng = np.random.default_rng(0)
     shapes = (B, T, H, D), (B, keys, heads, D), (B, keys, heads, D), (B, T, H, D)
@@ -90,6 +95,8 @@ def error(made: Any, exact: Any) -> float:
 SLOW = pytest.mark.slow
 GRADIENTS = [
     pytest.param(trained(causal), {"heads": 2}, 1, id="grouped"),
+    pytest.param(unread(causal), {}, 1, id="result unread"),
+    pytest.param(unread(by_hand), {}, 1, id="by hand, result unread", marks=SLOW),
     pytest.param(pulled(attend), {"keys": 32}, 1, id="other keys", marks=SLOW),
     pytest.param(trained(attend), {"dtype": "float16"}, 1, id="half", marks=SLOW),
     pytest.param(trained(by_hand), {}, 1, id="by hand", marks=SLOW),
@@ -107,6 +114,13 @@ def test_gradients_are_computed_by_cudnn(fun: Callable, changes: dict, count: in
     made = traced.lower(lowering_platforms=("cpu",)).compile()(*given)
     exact = jax.jit(fun)(*[x.astype("float32") for x in given])
     assert error(made, exact) < 1.5 * error(jax.jit(fun)(*given), exact) < 0.02
+
+
+@pytest.mark.parametrize("fun", [trained(causal), unread(attend)])
+def test_gradients_that_may_lose_digits_are_computed_by_cudnn(fun: Callable) -> None:
+    """The derivative of the normaliser is then dO·o, and still one of the gradient's sums."""
+    options: Any = {"kernels": "always", "device": "h200", "numerics": "cancels"}
+    assert calls(sym_optimize(fun, **options).trace(*operands())) == BACKWARD
 
 
 @SLOW
@@ -137,6 +151,7 @@ def with_maximum(q, k, v, g):
     [
         pytest.param(trained(softcapped), {}, id="softcap", marks=SLOW),
         pytest.param(trained(with_other_gradient), {}, id="other gradient"),
+        pytest.param(unread(with_other_gradient), {}, id="unread", marks=SLOW),
         pytest.param(with_maximum, {}, id="maximum", marks=SLOW),
         pytest.param(trained(causal), {"dtype": "float32"}, id="f32", marks=SLOW),
     ],

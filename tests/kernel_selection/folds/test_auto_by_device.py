@@ -102,6 +102,21 @@ def test_the_gradient_of_the_librarys_attention_is_folds():
     assert [r.taken for r in routes] == [True], report
 
 
+@pytest.mark.parametrize(("numerics", "kernels"), [("reassoc", 4), ("cancels", 3)])
+def test_the_gradient_of_a_loss_that_may_lose_digits_has_two_products_less(numerics, kernels):
+    """Σ p·dp is dO·o, but in bfloat16 p·(dp - Σ p·dp) sums to no zero then."""
+
+    def loss(q, k, v):
+        far = jnp.arange(1024)[:, None] - jnp.arange(1024)
+        s = jnp.where((far >= 0) & (far < 256), jnp.einsum("bhtd,bhsd->bhts", q, k), -jnp.inf)
+        return jnp.sum(jnp.einsum("bhts,bhsd->bhtd", stable(s), v).astype(jnp.float32) ** 2)
+
+    args = arrays(128, 3, t=1024)
+    with planning_for(DEVICES["h200"]):
+        made = sym_optimize(jax.grad(loss, (0, 1, 2)), device="h200", numerics=numerics)
+        assert kernels_of(jax.make_jaxpr(made)(*args).jaxpr) == kernels
+
+
 @pytest.mark.parametrize("device", NO_KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])

@@ -30,6 +30,11 @@ def wide_attention(*args, causal=False):
     return attention(*args, causal=causal, wide=args[0].dtype != jnp.float64)
 
 
+def squares_of_alike_keys(q, k, v, bias):
+    """Squares of attention to keys and values that have much in common."""
+    return attention(q, k + 4, v + 2, bias) ** 2
+
+
 def cross_entropy(q, k, v, bias):
     """Return the cross-entropy of the first columns as labels; the vocabulary is k."""
     logits = q @ k.T + bias
@@ -103,6 +108,7 @@ def with_options(fun, options):
 ARGNUMS = {
     "attention": (0, 1, 2, 3),
     "wide_attention": (0, 1, 2, 3),
+    "squares_of_alike_keys": (0, 1),
     "cross_entropy": (0, 1, 3),
     "kernel_sum": (0, 1, 2, 3),
     "spread": (0, 1, 3),
@@ -130,6 +136,10 @@ def assert_as_near(name, length, dtype, inside, **options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_attention(dtype, causal, inside):
     assert_as_near("attention", 1300, dtype, inside, causal=causal)
+
+
+def test_sums_that_vanish_along_rows_do_not_add_what_keys_have_in_common():
+    assert_as_near("squares_of_alike_keys", 300, "bfloat16", inside=False)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
