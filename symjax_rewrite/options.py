@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -99,7 +100,9 @@ class Numerics:
             return cls(text)
         if text.startswith("approx(") and text.endswith(")"):
             with contextlib.suppress(ValueError):
-                return cls("approx", float(text[7:-1]))
+                rtol = float(text[7:-1])
+                if 0 <= rtol < math.inf:
+                    return cls("approx", rtol)
         levels = (*NUMERICS[:-1], "approx(1e-3)")
         raise UsageError("unknown numerics level", **choice(value, levels))
 

@@ -37,6 +37,10 @@ def untraceable(a, b):
     return float(a[0, 0]), b
 
 
+def _axiom(made):
+    return axiom("a = a", property=ASSOCIATIVITY, on="contract")(lambda context, cls, node: made())
+
+
 def _looped(m, v):
     def step(v, _):
         for _ in range(4):
@@ -74,6 +78,17 @@ REFUSED = {
     "a lemma of an unknown level": (
         lambda: lemma("ij", uses=ASSOCIATIVITY, source="", numerics="fast"),
         errors.RuleError, "'fast'"),
+    "an axiom on an unknown kind of nodes": (
+        lambda: axiom("a = a", property=ASSOCIATIVITY, on="contrast"),
+        errors.RuleError, "did you mean 'contract'?"),
+    "an axiom that raises": (
+        lambda: sym_optimize(chain, rules=_axiom(lambda: [][1]))(M, M, V),
+        errors.RuleError, "test_errors.py"),
+    "an axiom that returns no references": (
+        lambda: sym_optimize(chain, rules=_axiom(lambda: [3]))(M, M, V),
+        errors.RuleError, "yields int"),
+    "a pack and a rule": (
+        lambda: packs.lora + sides_differ, errors.RuleError, "RulePack("),  # pyright: ignore
     "an axiom of an unknown level": (
         lambda: axiom("a = a", property=ASSOCIATIVITY, on=(), numerics="fast"),
         errors.RuleError, "'fast'"),
@@ -90,6 +105,8 @@ REFUSED = {
     "no budget": (lambda: call(lora, budget=3), errors.UsageError, "Budget"),
     "frozen name that is no argument": (
         lambda: sym_optimize(lora, frozen="q"), errors.FrozenError, "x, w, a, b"),
+    "frozen name of a function without a signature": (
+        lambda: sym_optimize(max, frozen="x"), errors.FrozenError, "no names"),
     "prepare without a value": (lambda: _prepared(w=W), errors.FrozenError, "w, a, b"),
     "prepare with another name": (lambda: _prepared(w=W, a=A, b=B, c=A), errors.FrozenError, "c"),
     "prepare with nothing frozen": (
@@ -103,6 +120,10 @@ REFUSED = {
     "unknown numerics": (lambda: sym_optimize(lora, numerics="fast"), errors.UsageError, "fast"),
     "approx of nothing": (
         lambda: sym_optimize(lora, numerics="approx(x)"), errors.UsageError, "approx"),
+    "approx of a negative number": (
+        lambda: sym_optimize(lora, numerics="approx(-1)"), errors.UsageError, "approx"),
+    "approx of no number": (
+        lambda: sym_optimize(lora, numerics="approx(nan)"), errors.UsageError, "approx"),
     "unknown verify": (lambda: sym_optimize(lora, verify="yes"), errors.UsageError, "verify"),
     "unknown on_unsupported": (
         lambda: sym_optimize(lora, on_unsupported="die"), errors.UsageError, "on_unsupported"),
@@ -133,6 +154,7 @@ REFUSED = {
         }).explain(X, W, A, B), errors.PlanError, "0123456789ab"),
     "unknown kernels": (
         lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
+    "an option without a name": (lambda: call(lora, "lora"), errors.UsageError, "rules='lora'"),
     "misspelt option": (
         lambda: call(lora, numeric="exact"), errors.UsageError, "did you mean 'numerics'?"),
     "misspelt level": (
@@ -140,6 +162,10 @@ REFUSED = {
     "tune that is no bool": (lambda: call(lora, tune="yes"), errors.UsageError, "tune"),
     "frozen that is no name": (lambda: call(lora, frozen=(W,)), errors.FrozenError, "names"),
     "assumption that is no text": (lambda: call(lora, assume=3), errors.UsageError, "r < d/8"),
+    "division by zero": (
+        lambda: sym_optimize(lora, assume="r < d/0"), errors.UsageError, "r < d/0"),
+    "division by a size": (
+        lambda: sym_optimize(lora, assume="r < d/q"), errors.UsageError, "r < d/q"),
     "assumptions that exclude each other": (
         lambda: sym_optimize(lora, assume=("r < d", "d < r")), errors.UsageError, "no sizes"),
     "assumption that no size meets": (
@@ -167,6 +193,8 @@ REFUSED = {
         errors.RuleError, "law(...)"),
     "a check of what is no rule": (
         lambda: check_rule("lora"), errors.RuleError, "lemma"),  # pyright: ignore
+    "a check of a pack": (
+        lambda: check_rule(packs.lora), errors.RuleError, "pack.rules"),  # pyright: ignore
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -170,11 +171,12 @@ class SizePlans:
         return _at_sizes(found.emitted, sizes)
 
     def _sizes(self, actual: Sequence[tuple[Any, ...]]) -> dict[str, int] | None:
-        """Return `sizes_of` arrays; log if the names do not fit their ranks or sizes."""
+        """Return `sizes_of` arrays; warn if the names do not fit their number, ranks or sizes."""
         found = sizes_of(self.shapes, actual)
         if found is None and all(isinstance(n, int) and n > 0 for s in actual for n in s):
             names, given = (", ".join(map(_dims_text, s)) for s in (self.shapes, actual))
-            logger.warning("dims=%r does not fit arrays of sizes %r", names, given)
+            text = f"optimised for these shapes alone: dims={names!r} does not fit {given!r}"
+            warnings.warn(text, stacklevel=2)
         return found
 
     def _near(

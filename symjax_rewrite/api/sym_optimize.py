@@ -62,7 +62,7 @@ P = ParamSpec("P")
 
 
 def _refusing_unknown_options(f: Callable[P, Any]) -> Callable[P, Any]:
-    """Wrap a function so that an unknown option is a `UsageError` that names the nearest one."""
+    """Wrap a function so that options that are unknown or have no name are a `UsageError`."""
     known = list(inspect.signature(f).parameters)
 
     @functools.wraps(f)
@@ -70,6 +70,9 @@ def _refusing_unknown_options(f: Callable[P, Any]) -> Callable[P, Any]:
         for name in kwargs:
             if name not in known:
                 raise UsageError("unknown option of sym_optimize", **choice(name, known[1:]))
+        if len(args) > 1:
+            remedy = "name the option, as in sym_optimize(f, rules='lora')"
+            raise UsageError("options have names", got=repr(args[1]), remedy=remedy)
         return f(*args, **kwargs)
 
     return checked
@@ -275,14 +278,17 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
 
 
 def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
-    parameters = inspect.signature(fun).parameters if frozen else {}
+    try:
+        parameters = inspect.signature(fun).parameters if frozen else {}
+    except ValueError:  # such as builtins
+        parameters = {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in frozen:
         if name not in parameters and not takes_any:
             function = getattr(fun, "__name__", "the function")
             raise FrozenError(
                 f"frozen name {name!r} is no argument of {function}",
-                expected=f"one of {', '.join(parameters)}",
+                expected=f"one of {', '.join(parameters) or 'no names'}",
                 got=repr(name),
             )
 

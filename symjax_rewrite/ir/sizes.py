@@ -355,6 +355,8 @@ def _parse(text: str, fact: str) -> Poly:
     for sign, term in re.findall(r"([+-]?)\s*([^+-]+)", text):
         value = _poly(-1 if sign == "-" else 1)
         for op, factor in re.findall(r"([*/]?)\s*([A-Za-z_]\w*|\d+(?:\.\d+)?)\s*", term.strip()):
+            if op == "/" and (factor[0].isalpha() or float(factor) == 0):
+                raise UsageError("sizes are divided by numbers above 0 alone", got=repr(fact))
             if op == "/":
                 value = value * (1 / float(factor))
             else:

@@ -85,6 +85,10 @@ CUMSUM = "cumsum"  # prefix sum; attr: (output index, from the end)
 IOTA = "iota"  # the index itself
 LEAF = "leaf"  # an input of the program or region; attr: its number
 NATIVE = "native"  # any other equation, positional; attr: (equation key, output number)
+KINDS = (
+    CONTRACT, ADD, MAP, REDUCE, SLICE, CONCAT, TAKE, DELTA, CONST, INVERSE, CONV, SOLVE, CUMSUM,
+    IOTA, LEAF, NATIVE,
+)  # fmt: skip
 
 UNORDERED = frozenset({CONTRACT, ADD})
 POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, CUMSUM, CONV})

@@ -19,7 +19,7 @@ from jax.numpy import linalg
 from symjax_rewrite.errors import RuleError
 
 _SIGNS = str.maketrans({"·": " @ ", "−": "-", "ᵀ": ".T", "≤": "<=", "≥": ">="})
-_LAW = "such as '(a·b)·c = a·(b·c)'"
+_LAW = "such as '(a·b)·c = a·(b·c)', with spaces around ="
 _INVERSE = re.compile(r"(\w+|\([^()]*\))⁻¹")
 
 

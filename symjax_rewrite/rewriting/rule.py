@@ -9,18 +9,20 @@ Packs of rules compose with `+`.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from symjax_rewrite.candidates import Pass
+from symjax_rewrite.candidates import OutOfTimeError, Pass
 from symjax_rewrite.cost.term_cost import CostModel
-from symjax_rewrite.errors import RuleError, choice
+from symjax_rewrite.errors import RuleError, SymjaxError, choice
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import Product, ends_early, expand_node
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir.term import KINDS, SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import NUMERICS, Numerics
@@ -190,26 +192,57 @@ class Axiom:
 
 
 def axiom(
-    *laws: str | Sides, property: str, on: tuple[str, ...], **options: Any
+    *laws: str | Sides, property: str, on: tuple[str, ...] | str, **options: Any
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
     Args:
         laws: the equations: text that `check_rule` evaluates (`laws.law`), or text alone.
         property: one of `PROPERTIES`.
-        on: kinds of nodes that the function receives.
+        on: kinds of nodes that the function receives, such as `("contract", "add")`.
         options: further fields of `Axiom`.
 
     Raises:
-        RuleError: a law is neither text nor of `law`, or the property or the level is unknown.
+        RuleError: a law is neither text nor of `law`, or a property, a kind or a level is unknown.
     """
     check_properties((property,))
     check_level(options.get("numerics", "reassoc"))
+    kinds = (on,) if isinstance(on, str) else tuple(on)
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise RuleError("unknown kind of nodes", **choice(unknown[0], KINDS))
     if not all(isinstance(x, str | Sides) for x in laws):
         raise RuleError("an axiom needs laws", expected="texts or law(...)", got=repr(laws))
     text = "; ".join([x if isinstance(x, str) else x.text for x in laws])
     sides = tuple(x for x in laws if isinstance(x, Sides))
-    return lambda apply: Axiom(apply.__name__, text, property, on, apply, sides=sides, **options)
+
+    def make(apply: Apply) -> Axiom:
+        name = apply.__name__
+        return Axiom(name, text, property, kinds, _checked(apply), sides=sides, **options)
+
+    return make
+
+
+def _checked(apply: Apply) -> Apply:
+    """Return the function of an axiom; that of a user raises `RuleError` in place of its errors."""
+    if apply.__module__.startswith("symjax_rewrite."):
+        return apply
+
+    @functools.wraps(apply)
+    def checked(context: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
+        try:
+            for ref in apply(context, cls, node):
+                if not isinstance(ref, Ref):
+                    raise TypeError(f"yields {type(ref).__name__}, which is no reference")
+                yield ref
+        except (OutOfTimeError, SymjaxError):
+            raise
+        except Exception as error:  # code of users, which may raise anything
+            got = f"{type(error).__name__}: {error}"
+            remedy = "correct the axiom; check_rule applies it to examples"
+            where, what = line_of_function(apply), f"axiom {apply.__name__!r} raised"
+            raise RuleError(what, where=where, got=got, remedy=remedy) from error
+
+    return checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +336,13 @@ def check_level(numerics: str) -> None:
 
 def line_of(rule: Axiom | Lemma) -> str:
     """Return `file.py:12 (name)` of the function from which a rule was made."""
-    code = getattr(rule.sides if isinstance(rule, Lemma) else rule.apply, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno} ({rule.name})" if code else rule.name
+    return line_of_function(rule.sides if isinstance(rule, Lemma) else rule.apply) or rule.name
+
+
+def line_of_function(fun: Callable[..., Any]) -> str:
+    """Return `file.py:12 (name)` of a function; empty if it has no source."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({fun.__name__})" if code else ""
 
 
 def _is_pass(given: Any) -> bool:
@@ -403,7 +441,8 @@ class RulePack:
 
     def __add__(self, other: RulePack) -> RulePack:
         if not isinstance(other, RulePack):
-            return NotImplemented
+            remedy = "packs.lora names a pack; RulePack('mine', (rule,)) makes one of rules"
+            raise RuleError("packs are added to packs", got=repr(other), remedy=remedy)
         without = tuple(p for p in PASSES if p in (*self.without, *other.without))
         rules, added = _union(self.rules, other.rules), _union(self.added, other.added)
         _check_pass_names(rules, added)

@@ -76,7 +76,9 @@ def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ())
         return _check_lemma(rule)
     if not isinstance(rule, Axiom):
         expected = "an axiom, a lemma or a route"
-        raise RuleError("check_rule needs a rule", expected=expected, got=repr(rule))
+        remedy = "for the rules of a pack: for rule in pack.rules: check_rule(rule)"
+        got = f"{type(rule).__name__} {getattr(rule, 'name', repr(rule))}"
+        raise RuleError("check_rule needs a rule", expected=expected, got=got, remedy=remedy)
     check_laws(rule)
     lefts = tuple(_side_of(rule, law, 0) for law in rule.sides)
     for specimens in ((*examples, *SPECIMENS), lefts):
