@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
@@ -91,6 +92,33 @@ def interleave(
                 _sample(calls[name], 1)  # caches hold this program's data, not the last one's
             seconds[name].append(_sample(calls[name], repeats[name], clock))
     return Samples(seconds)
+
+
+def calls_of(
+    programs: Mapping[str, Callable[..., Any]], arguments: Sequence[Any]
+) -> dict[str, Callable[[], Any]]:
+    """Return programs as calls without arguments, for `interleave`."""
+    return {name: functools.partial(f, *arguments) for name, f in programs.items()}
+
+
+def compiled(programs: Mapping[str, Any], arguments: Sequence[Any]) -> dict[str, Any]:
+    """Compile jitted programs for their arguments."""
+    return {name: f.lower(*arguments).compile() for name, f in programs.items()}
+
+
+def temporaries(programs: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes that XLA sets aside for compiled programs, beside arguments and results."""
+    return {n: int(f.memory_analysis().temp_size_in_bytes) for n, f in programs.items()}
+
+
+def difference(got: Any, want: Any) -> float:
+    """Return the largest difference over the largest wanted value, of the worst array of floats."""
+    worst = 0.0
+    for pair in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = map(np.asarray, pair)
+        if y.dtype.kind in "fc" and y.size:
+            worst = max(worst, float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-30)))
+    return worst
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,12 +228,17 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def parser(doc: str, rounds: int = 9) -> argparse.ArgumentParser:
-    """Return the options that scripts share; files are written only under `--write`."""
+def parser(doc: str, rounds: int = 9, named: str = "") -> argparse.ArgumentParser:
+    """Return the options that scripts share; files are written only under `--write`.
+
+    named: what `--only` chooses by name, for scripts that have it.
+    """
     options = argparse.ArgumentParser(description=doc.splitlines()[0])
     options.add_argument("--quick", action="store_true", help="small sizes, a smoke test")
     options.add_argument("--write", action="store_true", help="write table, figure and results")
     options.add_argument("--rounds", type=int, default=rounds)
+    if named:
+        options.add_argument("--only", default="", help=f"{named} whose names contain this")
     return options
 
 

@@ -81,9 +81,9 @@ def measured(width: int, rounds: int) -> dict[str, Any]:
     """Time one token with and without an adapter, and the merge of a layer's matrices."""
     x, w, a, b = arrays(1, width)
     programs = {form.__name__: jax.jit(form) for form in (without, factored)}
-    calls = {name: lambda f=f: f(x, w, a, b) for name, f in programs.items()}
     layer = [jnp.stack([each] * MATRICES).astype(jnp.bfloat16) for each in (w, a, b)]
     compiled = jax.jit(merge).lower(*layer).compile()
+    calls = harness.calls_of(programs, (x, w, a, b))
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     merging = harness.interleave(
         {"merge": lambda: compiled(*layer)}, max(2, rounds // 3), clock=harness.CPU_SECONDS
@@ -119,7 +119,7 @@ def break_even(tokens: tuple[int, ...], width: int, rounds: int) -> dict[str, di
 def timed(tokens: int, width: int, rounds: int) -> harness.Ratio:
     arguments = arrays(tokens, width)
     programs = {form.__name__: jax.jit(form) for form in (merged, factored)}
-    calls = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
+    calls = harness.calls_of(programs, arguments)
     return harness.interleave(calls, rounds, clock=harness.CPU_SECONDS).ratio("merged", "factored")
 
 

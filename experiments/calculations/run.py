@@ -9,7 +9,6 @@ python experiments/calculations/run.py --quick    # small sizes: a smoke test
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +72,14 @@ def measure(claim: Claim, rounds: int, quick: bool) -> dict[str, Any]:
     optimised = sym_optimize(claim.program)
     prepared = sym_optimize(claim.program, frozen=tuple(frozen)).prepare(**frozen)
     rest = [x for name, x in zip(names, arguments, strict=True) if name not in frozen]
-    calls = {
-        "plain": caller(jax.jit(claim.program), arguments),
-        "called": caller(optimised, arguments),
-        "prepared": caller(prepared, rest),
-    }
+    programs = {"plain": jax.jit(claim.program), "called": optimised}
+    calls = harness.calls_of(programs, arguments) | harness.calls_of({"prepared": prepared}, rest)
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
-    want = np.asarray(calls["plain"]())
+    want = calls["plain"]()
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "times as fast": {n: samples.ratio("plain", n) for n in ("called", "prepared")},
-        "difference": max(
-            float(np.abs(np.asarray(call()) - want).max() / np.abs(want).max())
-            for call in calls.values()
-        ),
+        "difference": max(harness.difference(call(), want) for call in calls.values()),
     }
 
 
@@ -95,10 +88,6 @@ def draw(spec: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     scale = 1 / np.sqrt(spec.shape[0]) if len(spec.shape) > 1 else 1
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal(spec.shape, np.float32) * scale, spec.dtype)
-
-
-def caller(fun: Callable, arguments: list) -> Callable[[], Any]:
-    return lambda: fun(*arguments)
 
 
 def tables(results: dict[str, dict]) -> list[str]:

@@ -138,8 +138,8 @@ def equality(sizes: int) -> dict[str, Any]:
         report = _programs()[1].explain(*specs(n, m=m, dk=dk, dv=dv))
         folds += any(route.taken for route in report.routes)
         narrow = [np.float32(x) for x in arrays]
-        worst.append(_error(double, exact))
-        single.append([_error(np.asarray(f(*narrow)), exact) for f in _programs()])
+        worst.append(harness.difference(double, exact))
+        single.append([harness.difference(f(*narrow), exact) for f in _programs()])
     assert max(worst) < 1e-12, max(worst)
     return {
         "sizes": shapes,
@@ -163,18 +163,14 @@ def clock(n: int, rounds: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(s.shape), jnp.float32) for s in specs(n)]
     programs = {"plain": jax.jit(attention), "ours": sym_optimize(attention, kernels="xla")}
-    compiled = {name: f.lower(*arrays).compile() for name, f in programs.items()}
-    calls = {name: lambda f=f: f(*arrays) for name, f in compiled.items()}
+    compiled = harness.compiled(programs, arrays)
+    calls = harness.calls_of(compiled, arrays)
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "times as fast": samples.ratio("plain", "ours"),
-        "temporaries": {n: f.memory_analysis().temp_size_in_bytes for n, f in compiled.items()},
+        "temporaries": harness.temporaries(compiled),
     }
-
-
-def _error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.abs(got - want).max() / np.abs(want).max())
 
 
 def tell(results: dict[str, Any]) -> list[str]:

@@ -191,8 +191,7 @@ def errors(norm: Norm, length: int) -> dict[str, list[float]]:
             sym_optimize(norm.written)(x, *narrow),
             prepared_value(norm, x, narrow),
         )
-        scale = np.abs(exact).max()
-        out[name] = [float(np.abs(np.asarray(f) - exact).max() / scale) for f in forms]
+        out[name] = [harness.difference(f, exact) for f in forms]
     return out
 
 

@@ -117,30 +117,17 @@ def measure(row: Row, shrink: int, rounds: int) -> dict[str, Any]:
     """Times, temporaries, the largest difference, and what was decided."""
     args = arguments(row, shrink)
     programs = {"plain": jax.jit(row.fun), "ours": sym_optimize(row.fun)}
-    calls = {name: lambda f=f: f(*args) for name, f in programs.items()}
+    calls = harness.calls_of(programs, args)
     samples = harness.interleave(calls, rounds)
-    held = {
-        name: f.lower(*args).compile().memory_analysis().temp_size_in_bytes
-        for name, f in programs.items()
-    }
+    plain, ours = (call() for call in calls.values())
     routes = programs["ours"].explain(*args).routes
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "time": samples.ratio("ours", "plain"),
-        "temporaries": held,
+        "temporaries": harness.temporaries(harness.compiled(programs, args)),
         "routed": any(r.taken for r in routes if r.name == "fold"),
-        "difference": difference(*(call() for call in calls.values())),
+        "difference": harness.difference(ours, plain),
     }
-
-
-def difference(a: Any, b: Any) -> float:
-    """The largest difference over the largest value, floating-point results only."""
-    worst = 0.0
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        if x.dtype.kind == "f" and x.size:
-            worst = max(worst, float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)))
-    return worst
 
 
 def cells(row: Row, result: dict[str, Any]) -> list[str]:
@@ -162,9 +149,7 @@ def cells(row: Row, result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--only", default="", help="rows whose names contain this")
-    options = parser.parse_args()
+    options = harness.parser(__doc__, named="rows").parse_args()
     shrink, rounds = (32, 3) if options.quick else (1, options.rounds)
     results, table = {}, []
     for row in rows():

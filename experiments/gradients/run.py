@@ -7,7 +7,6 @@ python experiments/gradients/run.py --only scan     # rows whose names contain a
 python experiments/gradients/run.py --quick         # small sizes: a smoke test
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness
 import jax
-import numpy as np
 import programs
 
 from symjax_rewrite import sym_optimize
@@ -27,7 +25,7 @@ NEAR = 1.15  # times as long is the same
 
 
 def main() -> None:
-    options = parse()
+    options = harness.parser(__doc__, rounds=15, named="rows").parse_args()
     shrink, rounds = (16, 3) if options.quick else (1, options.rounds)
     results = {}
     for row in programs.ROWS[:: 4 if options.quick else 1]:
@@ -43,12 +41,6 @@ def main() -> None:
         harness.write_table(HERE / "README.md", total, table)
 
 
-def parse() -> argparse.Namespace:
-    parser = harness.parser(__doc__, rounds=15)
-    parser.add_argument("--only", default="", help="rows whose names contain this")
-    return parser.parse_args()
-
-
 def measure(row: programs.Row, shrink: int, rounds: int) -> dict[str, Any]:
     """Time the three gradients of one loss, and compare their values."""
     arguments, fixed = row.arguments(shrink)
@@ -59,7 +51,7 @@ def measure(row: programs.Row, shrink: int, rounds: int) -> dict[str, Any]:
         "outside": jax.jit(jax.grad(sym_optimize(loss), numbers)),
         "inside": sym_optimize(jax.grad(loss, numbers)),
     }
-    calls = {name: lambda f=f: f(*arguments) for name, f in gradients.items()}
+    calls = harness.calls_of(gradients, arguments)
     wanted = calls["plain"]()
     samples = harness.interleave(calls, rounds, clock=time.process_time)
     return {
@@ -67,16 +59,10 @@ def measure(row: programs.Row, shrink: int, rounds: int) -> dict[str, Any]:
         "outside_to_inside": samples.ratio("outside", "inside"),
         "gain_outside": samples.ratio("plain", "outside"),
         "gain_inside": samples.ratio("plain", "inside"),
-        "difference": {name: difference(calls[name](), wanted) for name in ("outside", "inside")},
+        "difference": {
+            name: harness.difference(calls[name](), wanted) for name in ("outside", "inside")
+        },
     }
-
-
-def difference(got: Any, wanted: Any) -> float:
-    """Return the largest difference over the largest value, the worst of all arguments."""
-    return max(
-        float(np.abs(np.asarray(g) - np.asarray(w)).max() / max(np.abs(np.asarray(w)).max(), 1e-30))
-        for g, w in zip(got, wanted, strict=True)
-    )
 
 
 def verdict(result: dict[str, Any]) -> str:

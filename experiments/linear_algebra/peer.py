@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import harness
 import jax
-import numpy as np
 import programs
 from enzyme_ad.jax import (
     JaXPipeline,
@@ -35,15 +34,10 @@ def main(start: int, shrink: int, rounds: int) -> None:
 def measure(row: programs.Row, optimise: Any, shrink: int, rounds: int) -> dict[str, Any]:
     arguments = row.arguments(shrink)
     plain, peer = jax.jit(row.program), jax.jit(optimise(row.program))
-    calls = {"plain": lambda: plain(*arguments), "peer": lambda: peer(*arguments)}
+    calls = harness.calls_of({"plain": plain, "peer": peer}, arguments)
     ratio = harness.interleave(calls, rounds).ratio("plain", "peer")
-    expected, got = (leaves_of(call()) for call in calls.values())
-    difference = float(np.abs(expected - got).max() / np.abs(expected).max())
+    difference = harness.difference(peer(*arguments), plain(*arguments))
     return {"speedup": [ratio.median, ratio.low, ratio.high], "difference": difference}
-
-
-def leaves_of(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = harness.parser(__doc__, rounds=21)
-    parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser = harness.parser(__doc__, rounds=21, named="rows")
     parser.add_argument("--enzyme-python", help="an interpreter that has enzyme_ad")
     return parser.parse_args()
 
@@ -63,18 +62,19 @@ def measure(row: programs.Row, shrink: int, rounds: int) -> dict[str, Any]:
     """Times, ratios and errors of one row; a failure of ours is a result too."""
     arguments = row.arguments(shrink)
     optimised = sym_optimize(row.program)
-    calls = {"plain": caller(jax.jit(row.program), arguments)}
+    calls = harness.calls_of({"plain": jax.jit(row.program)}, arguments)
     result: dict[str, Any] = {}
     try:
         jax.block_until_ready(optimised(*arguments))
-        calls["ours"] = caller(optimised, arguments)
+        calls |= harness.calls_of({"ours": optimised}, arguments)
         report = optimised.explain(*arguments)
         result["rules"] = {rule.name: rule.count for rule in report.rules}
         result["optimise_s"] = report.time_s
         result["unchanged"] = str(report.before.jaxpr) == str(report.after.jaxpr)
     except Exception as error:
         result["failed"] = f"{type(error).__name__}: {error}"
-    calls |= {f"hand {i}": caller(jax.jit(f), arguments) for i, f in enumerate(row.hand)}
+    by_hand = {f"hand {i}": jax.jit(f) for i, f in enumerate(row.hand)}
+    calls |= harness.calls_of(by_hand, arguments)
     samples = harness.interleave(calls, rounds)
     result["seconds"] = {name: samples.median(name) for name in calls}
     if "ours" in calls:
@@ -86,20 +86,11 @@ def measure(row: programs.Row, shrink: int, rounds: int) -> dict[str, Any]:
     return result
 
 
-def caller(fun: Any, arguments: list[jax.Array]) -> Any:
-    return lambda: fun(*arguments)
-
-
 def errors(row: programs.Row, calls: dict, arguments: list[jax.Array]) -> dict[str, float]:
     """The largest error over the largest value, the program in float64 being the truth."""
     with jax.enable_x64(True):
-        exact = flat(jax.jit(row.program)(*(np.asarray(x, np.float64) for x in arguments)))
-    scale = np.abs(exact).max()
-    return {name: float(np.abs(flat(call()) - exact).max() / scale) for name, call in calls.items()}
-
-
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+        exact = jax.jit(row.program)(*(np.asarray(x, np.float64) for x in arguments))
+    return {name: harness.difference(call(), exact) for name, call in calls.items()}
 
 
 def add_peer(results: dict, python: str, shrink: int, rounds: int) -> None:

@@ -70,16 +70,15 @@ def third_law(written: Callable, count: int, rounds: int) -> dict[str, Any]:
         "all pairs": sym_optimize(written, kernels="xla"),
         "each pair once": sym_optimize(written, kernels="always"),
     }
-    calls = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
-    values = [np.asarray(call()) for call in calls.values()]
+    calls = harness.calls_of(programs, arguments)
+    values = [call() for call in calls.values()]
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     taken = _taken(sym_optimize(written).explain(*arguments))
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "gain": samples.ratio("all pairs", "each pair once"),
         "taken": "each pair once" if "computed once" in taken.get("fold", "") else "all pairs",
-        "difference": max(float(np.abs(v - values[0]).max()) for v in values)
-        / float(np.abs(values[0]).max()),
+        "difference": max(harness.difference(v, values[0]) for v in values),
     }
 
 
@@ -91,7 +90,7 @@ def compare(sums: Callable, count: int, rounds: int) -> dict[str, Any]:
         "cells": sym_optimize(sums, numerics=f"approx({RTOL})", kernels="always"),
         "chosen": sym_optimize(sums, numerics=f"approx({RTOL})"),
     }
-    calls = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
+    calls = harness.calls_of(programs, arguments)
     taken = {name: _taken(f.explain(*arguments)) for name, f in programs.items()}
     chosen = np.random.default_rng(1).integers(0, count, CHECKED)
     exact, values = reference(sums, arguments, chosen), np.asarray(calls["cells"]())

@@ -50,9 +50,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = harness.parser(__doc__, rounds=15)
-    parser.add_argument("--only", default="", help="models whose names contain this")
-    options = parser.parse_args()
+    options = harness.parser(__doc__, rounds=15, named="models").parse_args()
     options.rounds = min(options.rounds, 3) if options.quick else options.rounds
     return options
 

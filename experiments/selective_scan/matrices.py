@@ -84,13 +84,12 @@ def main() -> None:
 
 def measure(forms: dict[str, Any], arguments: list[Any], rounds: int) -> str:
     """Seconds as written, and how many times as fast the others are; temporaries of each."""
-    compiled = {name: f.lower(*arguments).compile() for name, f in forms.items()}
-    calls = {name: lambda f=f: f(*arguments) for name, f in compiled.items()}
-    samples = harness.interleave(calls, rounds, 3e-3)
-    least = {name: min(samples.seconds[name]) for name in calls}
+    compiled = harness.compiled(forms, arguments)
+    samples = harness.interleave(harness.calls_of(compiled, arguments), rounds, 3e-3)
+    least = {name: min(samples.seconds[name]) for name in forms}
     parts = [harness.duration(least["as written"])]
-    for name, f in compiled.items():
-        held = harness.quantity(f.memory_analysis().temp_size_in_bytes, "B")
+    for name, size in harness.temporaries(compiled).items():
+        held = harness.quantity(size, "B")
         parts.append(f"{name} {least['as written'] / least[name]:.2f} × ({held})")
     return "  ".join(parts)
 

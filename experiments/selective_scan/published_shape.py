@@ -86,24 +86,21 @@ def measure(length: int, width: int, rounds: int) -> dict[str, Any]:
     written = {name: followed(f) for name, f in spellings.SPELLINGS.items()}
     programs = {name: jax.jit(f) for name, f in written.items()}
     programs |= {f"{name}, rewritten": sym_optimize(f) for name, f in written.items()}
-    compiled = {name: f.lower(*arguments).compile() for name, f in programs.items()}
-    calls = {name: lambda f=f: f(*arguments) for name, f in compiled.items()}
+    compiled = harness.compiled(programs, arguments)
+    calls = harness.calls_of(compiled, arguments)
     x, dt, A, B, C, weight = arguments
     steps = [(x[:, t], dt[:, t], B[:, t], C[:, t]) for t in range(length)]
     calls[STEPPED] = lambda: stepwise(steps, A, weight)
-    values = {name: np.asarray(call()) for name, call in calls.items()}
-    scale = np.abs(values[STEPPED]).max()
+    values = [call() for call in calls.values()]
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     ours = "`lax.scan`, rewritten"
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "times as fast": {name: samples.ratio(name, ours) for name in calls if name != ours},
-        "temporaries": {n: f.memory_analysis().temp_size_in_bytes for n, f in compiled.items()},
+        "temporaries": harness.temporaries(compiled),
         "largest": {name: largest(f, arguments) for name, f in written.items()},
         "states": 4 * length * width * STATES,
-        "difference": max(
-            float(np.abs(v - values[STEPPED]).max() / scale) for v in values.values()
-        ),
+        "difference": max(harness.difference(v, values[-1]) for v in values),
         "H200": predict(written, arguments),
     }
 

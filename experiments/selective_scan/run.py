@@ -18,7 +18,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import cells
 import harness
 import jax
-import numpy as np
 import spellings
 
 from symjax_rewrite import sym_optimize
@@ -57,28 +56,17 @@ def measure(spelling: Any, transform: Any, length: int, rounds: int, **sizes: An
     }
     if transform is spellings.gradient:
         programs["outside"] = jax.jit(transform(sym_optimize(spelling)))
-    compiled = {name: f.lower(*arguments).compile() for name, f in programs.items()}
-    calls = {name: caller(f, arguments) for name, f in compiled.items()}
-    values = {name: flat(call()) for name, call in calls.items()}
-    scale = np.abs(values["as spelled"]).max()
+    compiled = harness.compiled(programs, arguments)
+    calls = harness.calls_of(compiled, arguments)
+    values = {name: call() for name, call in calls.items()}
     samples = harness.interleave(calls, rounds)
     names = [name for name in programs if name != "as spelled"]
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "speedup": {name: samples.ratio("as spelled", name) for name in names},
-        "temporaries": {n: f.memory_analysis().temp_size_in_bytes for n, f in compiled.items()},
-        "difference": {
-            name: float(np.abs(values[name] - values["as spelled"]).max() / scale) for name in names
-        },
+        "temporaries": harness.temporaries(compiled),
+        "difference": {n: harness.difference(values[n], values["as spelled"]) for n in names},
     }
-
-
-def caller(fun: Any, arguments: list[jax.Array]) -> Any:
-    return lambda: fun(*arguments)
-
-
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
 
 
 def share(result: dict, name: str) -> str:
@@ -147,18 +135,16 @@ def measure_cell(fun: Any, arguments: list[Any], rounds: int) -> dict[str, Any]:
     """Seconds as spelled, how many times faster `sym_optimize` is, and what it did."""
     optimised = sym_optimize(fun)
     report = optimised.explain(*arguments)
-    calls = {
-        name: caller(f.lower(*arguments).compile(), arguments)
-        for name, f in (("as spelled", jax.jit(fun)), ("sym_optimize", optimised))
-    }
-    want, got = (flat(call()) for call in calls.values())
+    programs = {"as spelled": jax.jit(fun), "sym_optimize": optimised}
+    calls = harness.calls_of(harness.compiled(programs, arguments), arguments)
+    want, got = (call() for call in calls.values())
     samples = harness.interleave(calls, rounds)
     routed = [f"kernel ({r.name})" for r in report.routes if r.taken]
     return {
         "seconds": samples.median("as spelled"),
         "speedup": samples.ratio("as spelled", "sym_optimize"),
         "done": [r.name for r in report.rules] + routed,
-        "difference": float(np.abs(got - want).max() / np.abs(want).max()),
+        "difference": harness.difference(got, want),
     }
 
 

@@ -66,9 +66,8 @@ def main() -> None:
 def measure(run: Any, arguments: list[Any], rounds: int) -> tuple[float, float]:
     """Seconds as written and turned: the least of some rounds."""
     programs = {"written": jax.jit(run), "turned": sym_optimize(run, kernels="xla")}
-    compiled = {name: f.lower(*arguments).compile() for name, f in programs.items()}
-    calls = {name: lambda f=f: f(*arguments) for name, f in compiled.items()}
-    samples = harness.interleave(calls, rounds, 3e-3)
+    compiled = harness.compiled(programs, arguments)
+    samples = harness.interleave(harness.calls_of(compiled, arguments), rounds, 3e-3)
     return min(samples.seconds["written"]), min(samples.seconds["turned"])
 
 

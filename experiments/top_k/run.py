@@ -72,18 +72,16 @@ def clock(spelling: Any, n: int, rounds: int) -> dict[str, Any]:
     """Time a spelling as written and optimised, in turn, and compare values and places."""
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(s.shape), jnp.float32) for s in specs(n)]
-    compiled = {
-        name: f.lower(*arrays).compile()
-        for name, f in (("plain", jax.jit(spelling)), ("ours", sym_optimize(spelling)))
-    }
-    calls = {name: lambda f=f: f(*arrays) for name, f in compiled.items()}
+    programs = {"plain": jax.jit(spelling), "ours": sym_optimize(spelling)}
+    compiled = harness.compiled(programs, arrays)
+    calls = harness.calls_of(compiled, arrays)
     (want, want_at), (got, got_at) = (map(np.asarray, call()) for call in calls.values())
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     return {
         "times as fast": samples.ratio("plain", "ours"),
         "seconds": {name: samples.median(name) for name in calls},
-        "temporaries": {n: f.memory_analysis().temp_size_in_bytes for n, f in compiled.items()},
-        "difference": float(np.abs(got - want).max() / np.abs(want).max()),
+        "temporaries": harness.temporaries(compiled),
+        "difference": harness.difference(got, want),
         "same places": float((got_at == want_at).mean()),
     }
 

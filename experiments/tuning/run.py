@@ -30,17 +30,14 @@ def row(known: Any, rounds: int) -> list[str]:
         "tuned": sym_optimize(fun, tune=True),
     }
     said = [u.reason for u in programs["tuned"].explain(*args).routes if u.name == "tune"]
-    calls = {name: lambda f=f: f(*args) for name, f in programs.items()}
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(harness.calls_of(programs, args), rounds)
     seconds = [harness.duration(samples.median(name)) for name in programs]
     ratios = [str(samples.ratio("tuned", name)) for name in ("plain", "model")]
     return [known.name, *seconds, *ratios, said[0].partition(":")[2].strip() if said else ""]
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, rounds=15)
-    parser.add_argument("--only", default="", help="names that contain this")
-    given = parser.parse_args()
+    given = harness.parser(__doc__, rounds=15, named="programs").parse_args()
     chosen = [r for r in regressions.known() if given.only in r.name][: 1 if given.quick else None]
     rows = []
     with tempfile.TemporaryDirectory() as folder:  # nothing is known before
