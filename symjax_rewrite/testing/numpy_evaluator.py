@@ -53,8 +53,8 @@ def _as(x: Any, v: Any) -> np.ndarray:
 
 def _equation(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
     name = eqn.primitive.name
-    if name in _ROWS:
-        return [_ROWS[name](eqn.params, *args)]
+    if name in ROWS:
+        return [ROWS[name](eqn.params, *args)]
     if name in CALLS and (inner := jax_internals.bodies(eqn)):
         return evaluate(inner[0], args)
     if name in _LOOPS and (made := _LOOPS[name](eqn, args)) is not None:
@@ -189,12 +189,13 @@ _ELEMENTWISE = NUMPY | {
 def _divide(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.kind not in "iu":
         return a / b
-    least = np.where(b == 0, np.ones_like(b), b)
-    quotient = np.abs(a) // np.abs(least) * np.sign(a) * np.sign(least)  # towards zero
+    safe = np.where(b == 0, np.ones_like(b), b)
+    quotient = a // safe
+    quotient += (quotient * safe != a) & ((a < 0) != (safe < 0))  # towards zero
     return np.where(b == 0, np.asarray(-1).astype(a.dtype), quotient)
 
 
-_ROWS: dict[str, Callable[..., Any]] = {
+ROWS: dict[str, Callable[..., Any]] = {
     "dot_general": _dot_general,
     "transpose": lambda p, a: np.transpose(a, p["permutation"]),
     "broadcast_in_dim": _broadcast,
