@@ -27,9 +27,14 @@ DTYPES = {
 SHORT = {name: short for short, name in DTYPES.items()}
 
 
+def dtype_text(dtype: Any) -> str:
+    """Return the short name of a dtype: `bf16`."""
+    return SHORT.get(str(dtype), str(dtype))
+
+
 def spec_text(x: Any) -> str:
     """Return the dtype and shape of an array or a spec: `f32[b,4096]`."""
-    return f"{SHORT.get(str(x.dtype), x.dtype)}[{','.join(map(str, x.shape))}]"
+    return f"{dtype_text(x.dtype)}[{','.join(map(str, x.shape))}]"
 
 
 def parse_argument(text: str, scope: export.SymbolicScope) -> Any:

@@ -35,6 +35,10 @@ def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
+def spec(*shape: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 X, W, A, B = normal(8, 512), normal(512, 512), normal(512, 4), normal(4, 512)
 
 

@@ -20,13 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs import entries, functions, reductions
 from symjax_rewrite.proofs.affine_forms import product
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
@@ -34,7 +33,7 @@ from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_o
 from symjax_rewrite.proofs.selections import selected
 from symjax_rewrite.proofs.sorting import SORTS, ordered, taken
 from symjax_rewrite.proofs.trigonometry import cosine
-from symjax_rewrite.proofs.windows import PREFIXES, windowed
+from symjax_rewrite.proofs.windows import windowed
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())
@@ -154,20 +153,17 @@ class Lifting:
             case "dim_as_value":
                 return self.a.size(from_jax(eqn.params["dim"]))
             case "iota":
-                place = self.place(
-                    self.t.program.equations[number].outvals[0], eqn.params["dimension"], here
-                )
+                (made,) = self.t.program.equations[number].outvals
+                place = entries.place_of(self, made, eqn.params["dimension"], here)
                 return None if place is None else self.a.index(place)
             case "pad" | "slice":
-                return self._part(number, here)
+                return entries.part(self, number, here)
             case "concatenate":
-                return self._joined(number, here)
+                return entries.joined(self, number, here)
             case "rev":
-                return self._reversed(number, here)
+                return entries.reversed_entry(self, number, here)
             case name if name in SORTS:
                 return ordered(self, number, output, here)
-            case name if name in PREFIXES:
-                return self._prefix(number, here)
         made = windowed(self, number, here)
         return made if made is not None else self.solve(self, number, output, here)
 
@@ -229,108 +225,6 @@ class Lifting:
         for inside, piece in reversed(pieces):
             out = functions.select(a, inside, piece, out)
         return out
-
-    def _part(self, number: int, here: list[Index]) -> Poly | None:
-        """Return an entry of a slice, or of an array with zeros around and between its entries."""
-        t, e = self.t, self.t.program.equations[number]
-        source, (made,), params = e.invals[0], e.outvals, e.eqn.params
-        if not isinstance(source, int) or any(isinstance(v, int) or v.val for v in e.invals[1:]):
-            return None
-        starts = params.get("padding_config") or [(-k, 0, 0) for k in params["start_indices"]]
-        strides = params.get("strides") or (1,) * len(starts)
-        entries = dict[int, Index]()
-        for axis, ((low, _, inside), stride) in enumerate(zip(starts, strides, strict=True)):
-            size, place = t.program.avals[source].shape[axis], self.place(made, axis, here)
-            if self._is_same_axis(made, source, axis) and (low, inside, stride) == (0, 0, 1):
-                continue
-            if place is None or (place[1] and "padding_config" in params):
-                return None
-            if not place[1]:
-                entry, rest = divmod(stride * place[0] - low, 1 + inside)
-                entries[axis] = (entry, ())
-                if rest or not (isinstance(size, int) and 0 <= entry < size):
-                    return ZERO if isinstance(size, int) else None
-            else:
-                entries[axis] = linear(
-                    stride * place[0] - low, [(n, stride * k) for n, k in place[1]]
-                )
-        return self.entry(made, source, here, entries)
-
-    def _joined(self, number: int, here: list[Index]) -> Poly | None:
-        """Return an entry of a concatenation."""
-        t, e = self.t, self.t.program.equations[number]
-        (made,), axis = e.outvals, e.eqn.params["dimension"]
-        place = self.place(made, axis, here)
-        if place is None or place[1]:
-            return None
-        k = place[0]
-        for v in e.invals:
-            size = t.program.avals[v].shape[axis] if isinstance(v, int) else None
-            if not isinstance(size, int) or not isinstance(v, int):
-                return None
-            if k < size:
-                return self.entry(made, v, here, {axis: (k, ())})
-            k -= size
-        return None
-
-    def _reversed(self, number: int, here: list[Index]) -> Poly | None:
-        """Return an entry of an array with reversed axes."""
-        e = self.t.program.equations[number]
-        source, (made,) = e.invals[0], e.outvals
-        entries = dict[int, Index]()
-        for axis in e.eqn.params["dimensions"]:
-            place = self.place(made, axis, here)
-            if place is None:
-                return None
-            last = from_jax(shape_of(e.eqn.outvars[0])[axis]) - 1
-            offset, terms = self.a.table.size_index(last)
-            back = [(n, -s) for n, s in place[1]]
-            entries[axis] = linear(offset - place[0], [*terms, *back])
-        return self.entry(made, source, here, entries) if isinstance(source, int) else None
-
-    def _prefix(self, number: int, here: list[Index]) -> Poly | None:
-        """Return a running sum or extremum: of the entries at an index and before it."""
-        a, e = self.a, self.t.program.equations[number]
-        source, (made,), params = e.invals[0], e.outvals, e.eqn.params
-        place = self.place(made, params["axis"], here)
-        if place is None or not isinstance(source, int):
-            return None
-        k = a.table.fresh(from_jax(shape_of(e.eqn.outvars[0])[params["axis"]]))
-        read = self.entry(made, source, here, {params["axis"]: plain(k)})
-        if read is None:
-            return None
-        beyond = a.sub(a.index(plain(k)), a.index(place))
-        outside = functions.positive(a, a.scale(-1, beyond) if params["reverse"] else beyond)
-        return PREFIXES[e.eqn.primitive.name](a, k, read, a.sub(ONE, outside))
-
-    def place(self, made: int, axis: int, here: list[Index]) -> Index | None:
-        """Return the index at which an axis of a result is read; None if there are several."""
-        mine = self.t.positions[made][axis]
-        return None if len(mine) > 1 else here[mine[0]] if mine else (0, ())
-
-    def _is_same_axis(self, made: int, source: int, axis: int, removed: int | None = None) -> bool:
-        places = ((made, axis - _is_behind(axis, removed)), (source, axis))
-        axes = [[self.t.ids[v][i] for i in self.t.positions[v][k]] for v, k in places]
-        return axes[0] == axes[1]
-
-    def entry(
-        self, made: int, source: int, here: list[Index], entries: dict[int, Index],
-        removed: int | None = None,
-    ) -> Poly | None:  # fmt: skip
-        """Return an operand at entries of some axes, and at a result's indices of the others.
-
-        removed: an axis of the operand that the result lacks.
-        """
-        t, read = self.t, dict[int, Index]()
-        for axis, theirs in enumerate(t.positions[source]):
-            if axis in entries and len(theirs) < 2:
-                read.update((q, entries[axis]) for q in theirs)
-            elif axis not in entries and self._is_same_axis(made, source, axis, removed):
-                mine = t.positions[made][axis - _is_behind(axis, removed)]
-                read.update(zip(theirs, (here[i] for i in mine), strict=True))
-            else:
-                return None
-        return self.of(t.view(source), [read[k] for k in range(len(read))])
 
     def _take(self, node: Node, sizes: Sequence[Dim], at: list[Index], bound: list[int]) -> Poly:
         """Return an array at chosen indices; out of range they are clipped, or it is filled."""
@@ -455,10 +349,6 @@ class Lifting:
             return functions.applied(a, "truncate", new, p, integer=True)
         fits = _fits(a, p, old, new)
         return p if fits else functions.applied(a, "wrap", new, p, integer=True)
-
-
-def _is_behind(axis: int, removed: int | None) -> bool:
-    return removed is not None and axis > removed
 
 
 def facts_of(dtype: str) -> dict[str, Any]:

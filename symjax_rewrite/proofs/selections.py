@@ -6,37 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
+from symjax_rewrite.proofs.entries import Reader
 from symjax_rewrite.proofs.forms import ONE, Index, Poly
 from symjax_rewrite.proofs.functions import positive, zero
 
 
-class Reader(Protocol):
-    """The reader of a program: `lifting.Lifting`."""
-
-    a: Calculus
-
-    def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
-    def apart(self) -> AbstractContextManager[set[Condition]]: ...
-    def require(self, kind: str, p: Poly) -> None: ...
-
-
-def selected(lifting: Reader, refs: Sequence[Ref], at: Sequence[Index]) -> list[Poly]:
+def selected(reader: Reader, refs: Sequence[Ref], at: Sequence[Index]) -> list[Poly]:
     """Return a test and its two branches; conditions that the test implies are not required."""
-    a, (which, *branches) = lifting.a, refs
-    test = lifting.of(which, at)
+    a, (which, *branches) = reader.a, refs
+    test = reader.of(which, at)
     out = [test]
     for chosen, ref in zip((a.sub(ONE, test), test), branches, strict=True):
-        with lifting.apart() as found:
-            out.append(lifting.of(ref, at))
+        with reader.apart() as found:
+            out.append(reader.of(ref, at))
         for condition in found:
             if not _implies(a, chosen, condition):
-                lifting.require(*condition)
+                reader.require(*condition)
     return out
 
 

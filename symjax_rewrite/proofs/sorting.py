@@ -6,34 +6,20 @@ sort(−2·x)[j]  →  −2·sort(x)[n−1−j];   x[argmax(exp(x))]  →  max_k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from symjax_rewrite.ir.sizes import from_jax
-from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import orders, reductions
 from symjax_rewrite.proofs.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.entries import Reader, entry, place_of
 from symjax_rewrite.proofs.forms import ZERO, Atom, Branch, Index, Poly, plain
 
 SORTS = frozenset("argmax argmin sort top_k".split())
 
 
-class EntryReader(Protocol):
-    """The reader of entries of values that this module needs."""
-
-    a: Calculus
-    t: TermGraph
-
-    def place(self, made: int, axis: int, here: list[Index]) -> Index | None: ...
-
-    def entry(
-        self, made: int, source: int, here: list[Index], entries: dict[int, Index],
-        removed: int | None = None,
-    ) -> Poly | None: ...  # fmt: skip
-
-
-def ordered(lifting: EntryReader, number: int, output: int, here: list[Index]) -> Poly | None:
+def ordered(reader: Reader, number: int, output: int, here: list[Index]) -> Poly | None:
     """Return an output of an equation that orders numbers along an axis; None without laws."""
-    a, program = lifting.a, lifting.t.program
+    a, program = reader.a, reader.t.program
     e = program.equations[number]
     keys, params, made = e.invals[0], e.eqn.params, e.outvals[output]
     if not isinstance(keys, int) or params.get("num_keys", 1) != 1:
@@ -42,12 +28,12 @@ def ordered(lifting: EntryReader, number: int, output: int, here: list[Index]) -
     axis = params.get("dimension", params.get("axes", (params.get("axis", -1),))[0]) % len(shape)
     k = a.table.fresh(from_jax(shape[axis]))
     if e.name.startswith("arg"):
-        read = lifting.entry(made, keys, here, {axis: plain(k)}, removed=axis)
+        read = entry(reader, made, keys, here, {axis: plain(k)}, removed=axis)
         if read is None or not a.is_real(read):
             return None
         return orders.place(a, "argmax", k, a.scale(1 if e.name == "argmax" else -1, read))
-    at = lifting.place(made, axis, here)
-    read = lifting.entry(made, keys, here, {axis: plain(k)})
+    at = place_of(reader, made, axis, here)
+    read = entry(reader, made, keys, here, {axis: plain(k)})
     if at is None or read is None or not a.is_real(read):
         return None
     sign = -1 if e.name == "top_k" else 1
@@ -62,7 +48,7 @@ def ordered(lifting: EntryReader, number: int, output: int, here: list[Index]) -
     other = e.invals[output]
     if not isinstance(other, int):
         return None
-    carried = lifting.entry(made, other, here, {axis: plain(k)})
+    carried = entry(reader, made, other, here, {axis: plain(k)})
     return None if carried is None else taken(a, carried, [k], [place])
 
 

@@ -2,62 +2,47 @@
 
     conv(x, w)[n,o,t]  →  Σ_{c,k} [t·s + k − p is in x]·x[n, c, t·s + k − p]·w[o, c, k]
 
-An axis that was made of several indices is read as their combination; if an index is no such
-combination, the operation stays opaque.
+If an axis cannot be read at one index (`entries`), the operation stays opaque.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.ir.sizes import Dim, from_jax
-from symjax_rewrite.ir.term import Ref
-from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_forms import product
 from symjax_rewrite.proofs.arithmetic import Calculus
+from symjax_rewrite.proofs.entries import Reader, entry, place_of, read_at
 from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, plain
 
 WINDOWED = (
-    "conv_general_dilated", "cumprod", "reduce_window_sum", "reduce_window_max",
+    "conv_general_dilated", "reduce_window_sum", "reduce_window_max",
     "reduce_window_min",
 )  # fmt: skip
 
 
-class ValueReader(Protocol):
-    """The reader of values that this module needs."""
-
-    a: Calculus
-    t: TermGraph
-
-    def of(self, ref: Ref, at: Sequence[Index]) -> Poly: ...
-
-
-def windowed(reader: ValueReader, number: int, here: list[Index]) -> Poly | None:
-    """Return an entry of a convolution, of a reduction of windows or of a running product."""
+def windowed(reader: Reader, number: int, here: list[Index]) -> Poly | None:
+    """Return an entry of a convolution, of a reduction of windows or of a running reduction."""
     equation = reader.t.program.equations[number]
     eqn, made = equation.eqn, equation.outvals[0]
+    if eqn.primitive.name == "cumprod" or eqn.primitive.name in PREFIXES:
+        return _prefix(reader, number, here)
     if eqn.primitive.name not in WINDOWED:
         return None
-    at = [_joined(reader, made, axis, here) for axis in range(len(reader.t.positions[made]))]
+    at = [place_of(reader, made, axis, here) for axis in range(len(reader.t.positions[made]))]
     sources = [v for v in equation.invals if isinstance(v, int)]
     if None in at or len(sources) != len(equation.invals):
         return None
     places = [i for i in at if i is not None]
-    match eqn.primitive.name:
-        case "conv_general_dilated":
-            return _convolution(reader, eqn, sources, places)
-        case "cumprod":
-            return _running_product(reader, eqn, sources[0], places)
+    if eqn.primitive.name == "conv_general_dilated":
+        return _convolution(reader, eqn, sources, places)
     return _window(reader, eqn, sources[0], places)
 
 
-def _convolution(
-    reader: ValueReader, eqn: JaxprEqn, sources: list[int], at: list[Index]
-) -> Poly | None:
+def _convolution(reader: Reader, eqn: JaxprEqn, sources: list[int], at: list[Index]) -> Poly | None:
     a, params = reader.a, eqn.params
     left, right, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
@@ -80,11 +65,11 @@ def _convolution(
     for axis, k, place, stride, apart, (low, _) in wide:
         read[axis] = _moved(at[place], stride, names[k], apart, low)
     x = _inside(reader, eqn, sources[0], [read[k] for k in range(len(read))], ZERO)
-    w = _read(reader, sources[1], kernel)
+    w = read_at(reader, sources[1], kernel)
     return None if x is None or w is None else reductions.total(a, a.mul(x, w), [*names.values()])
 
 
-def _window(reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly | None:
+def _window(reader: Reader, eqn: JaxprEqn, source: int, at: list[Index]) -> Poly | None:
     a, params = reader.a, eqn.params
     if any(d != 1 for d in params["base_dilation"]):
         return None
@@ -104,21 +89,29 @@ def _window(reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]) ->
     return (reductions.maximum if kind == "max" else reductions.minimum)(a, [(bound, p)])
 
 
-def _running_product(
-    reader: ValueReader, eqn: JaxprEqn, source: int, at: list[Index]
-) -> Poly | None:
-    """Return a running product, as the recurrence h(k + 1) = x(k)·h(k)."""
-    a, axis = reader.a, eqn.params["axis"]
-    size = from_jax(shape_of(eqn.outvars[0])[axis])
+def _prefix(reader: Reader, number: int, here: list[Index]) -> Poly | None:
+    """Return a running sum, product or extremum: of the entries at an index and before it."""
+    a, e = reader.a, reader.t.program.equations[number]
+    source, (made,), params = e.invals[0], e.outvals, e.eqn.params
+    axis, is_product = params["axis"], e.eqn.primitive.name == "cumprod"
+    place = place_of(reader, made, axis, here)
+    if place is None or not isinstance(source, int):
+        return None
+    size = from_jax(shape_of(e.eqn.outvars[0])[axis])
     k = a.table.fresh(size)
     last = a.table.size_index(size - 1)
     backwards = linear(last[0], [*last[1], (k, -1)])
-    place = a.index(at[axis])
-    if eqn.params["reverse"]:
-        place = a.sub(a.index(last), place)
-    read = [*at[:axis], backwards if eqn.params["reverse"] else plain(k), *at[axis + 1 :]]
-    p = _read(reader, source, read)
-    return None if p is None else product(a, p, k, a.add(place, ONE))
+    at = backwards if is_product and params["reverse"] else plain(k)
+    read = entry(reader, made, source, here, {axis: at})
+    if read is None:
+        return None
+    if is_product:  # the recurrence h(k + 1) = x(k)·h(k)
+        before = a.index(place)
+        before = a.sub(a.index(last), before) if params["reverse"] else before
+        return product(a, read, k, a.add(before, ONE))
+    beyond = a.sub(a.index(plain(k)), a.index(place))
+    outside = functions.positive(a, a.scale(-1, beyond) if params["reverse"] else beyond)
+    return PREFIXES[e.eqn.primitive.name](a, k, read, a.sub(ONE, outside))
 
 
 def _moved(place: Index, stride: int, name: int | None, apart: int, low: int) -> Index:
@@ -129,7 +122,7 @@ def _moved(place: Index, stride: int, name: int | None, apart: int, low: int) ->
 
 
 def _inside(
-    reader: ValueReader, eqn: JaxprEqn, source: int, read: list[Index], outside: Poly
+    reader: Reader, eqn: JaxprEqn, source: int, read: list[Index], outside: Poly
 ) -> Poly | None:
     """Return an entry of an operand, and another value where the indices are beyond its ends."""
     a, test = reader.a, ONE
@@ -137,53 +130,8 @@ def _inside(
         here = a.index(index)
         test = a.mul(test, functions.positive(a, a.add(here, ONE)))
         test = a.mul(test, functions.positive(a, a.sub(a.size(from_jax(size)), here)))
-    p = _read(reader, source, read)
+    p = read_at(reader, source, read)
     return None if p is None else functions.select(a, test, p, outside)
-
-
-def _joined(reader: ValueReader, value: int, axis: int, here: list[Index]) -> Index | None:
-    """Return the index at which an axis of a result is read, of several indices their combination.
-
-    An axis of sizes 2·4 at i, j is read at 4·i + j.
-    """
-    offset, terms, stride = 0, list[tuple[int, int]](), 1
-    for position in reversed(reader.t.positions[value][axis]):
-        offset += stride * here[position][0]
-        terms += [(n, stride * s) for n, s in here[position][1]]
-        size = reader.t.sizes[value][position]
-        if not isinstance(size, int):
-            return here[position] if len(reader.t.positions[value][axis]) == 1 else None
-        stride *= size
-    return linear(offset, terms)
-
-
-def _read(reader: ValueReader, value: int, at: Sequence[Index]) -> Poly | None:
-    """Return a value at one index for each of its axes; None if it cannot be split as the axis."""
-    read: dict[int, Index] = {}
-    for index, positions in zip(at, reader.t.positions[value], strict=True):
-        sizes = [reader.t.sizes[value][q] for q in positions]
-        parts = _divided(reader.a, index, sizes)
-        if parts is None:
-            return None
-        read.update(zip(positions, parts, strict=True))
-    return reader.of(reader.t.view(value), [read[q] for q in range(len(read))])
-
-
-def _divided(a: Calculus, index: Index, sizes: Sequence[Dim]) -> list[Index] | None:
-    """Return the indices whose combination an index is: 4·i + j is i, j of sizes 2, 4."""
-    if len(sizes) < 2:
-        return [index] * len(sizes)
-    *outer, size = sizes
-    if not isinstance(size, int):
-        return None
-    low = [(n, s) for n, s in index[1] if s % size]
-    high = [(n, s // size) for n, s in index[1] if s % size == 0]
-    inner, rest = linear(index[0] % size, low), linear(index[0] // size, high)
-    ends = a.table.index_range(inner)
-    if ends is None or not all(isinstance(end, int) and 0 <= end < size for end in ends):
-        return None
-    before = _divided(a, rest, outer)
-    return None if before is None else [*before, inner]
 
 
 def _sum_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:

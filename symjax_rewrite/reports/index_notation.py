@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import Node, Ref
+from symjax_rewrite.spec_texts import dtype_text
 
 LETTERS = "ijklmnpqrstuvwabcdefgh"
 SUM, PRODUCT, ATOM = 1, 2, 3  # how tightly a formula binds
@@ -20,9 +21,6 @@ Groups = Sequence[Sequence[int]]  # the class slots of each axis of an array
 INFIX = {
     "div": "/", "sub": "−", "rem": "%", "pow": "**", "lt": "<", "le": "≤", "gt": ">", "ge": "≥",
     "eq": "=", "ne": "≠", "and": "∧", "or": "∨", "xor": "⊕",
-}  # fmt: skip
-SHORT = {
-    "float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool",
 }  # fmt: skip
 
 
@@ -181,7 +179,7 @@ class TermWriter:
         name, params = node.attr
         texts = [self.ref(a, letters) for a in args]
         if name == "convert_element_type":
-            return Formula(f"{dtype_text(str(dict(params)['new_dtype']))}({texts[0].text})", ATOM)
+            return Formula(f"{dtype_text(dict(params)['new_dtype'])}({texts[0].text})", ATOM)
         if name == "reciprocal":
             return Formula(f"1/{texts[0].within(ATOM)}", PRODUCT)
         if name in ("integer_pow", "square"):
@@ -275,14 +273,3 @@ def number(value: Any) -> str:
     if 8 < abs(whole) < 1e9 and abs(value * whole - 1) < 1e-7:
         return f"1/{whole}" if whole > 0 else f"−1/{-whole}"
     return short
-
-
-def dtype_text(dtype: str) -> str:
-    """Return a dtype's short name.
-
-    Example:
-        >>> dtype_text("bfloat16"), dtype_text("float32"), dtype_text("bool")
-        ('bf16', 'f32', 'bool')
-    """
-    letters = dtype.rstrip("0123456789")
-    return SHORT.get(letters, letters) + dtype[len(letters) :] if letters in SHORT else dtype

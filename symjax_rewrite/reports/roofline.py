@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.html import Html, tag
-from symjax_rewrite.reports.index_notation import dtype_text
+from symjax_rewrite.spec_texts import dtype_text
 
 WIDTH, HEIGHT = 640, 340
 LEFT, RIGHT, TOP, BOTTOM = 116, 24, 24, 60

@@ -13,9 +13,10 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.ir.term import CONST, CONV, IOTA, LEAF, NATIVE
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.reports.index_notation import Name, TermWriter, dtype_text
+from symjax_rewrite.reports.index_notation import Name, TermWriter
 from symjax_rewrite.reports.program_cost import ProgramTerms
 from symjax_rewrite.reports.value_names import Names
+from symjax_rewrite.spec_texts import dtype_text
 
 WIDEST = 4  # operands of a formula written in place
 WIDEST_NAMED = 1  # the same, where the user has named the value

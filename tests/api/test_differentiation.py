@@ -10,7 +10,7 @@ from jax.experimental import checkify
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import CliffError
 from symjax_rewrite.testing.assertions import assert_no_intermediate
-from tests.programs import assert_close
+from tests.programs import assert_close, normal
 
 X = np.linspace(-1, 1, 4 * 256, dtype=np.float32).reshape(4, 256)
 W = np.cos(np.arange(256 * 320, dtype=np.float32)).reshape(256, 320) / 16
@@ -91,10 +91,6 @@ def low_rank(u, v, x):
     return jnp.sum(jnp.sin((u @ v) @ x))
 
 
-def draw(*shape):
-    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-
-
 def distances(x, y):
     return jnp.sum(jnp.sum((x[:, None] - y[None]) ** 2, -1))
 
@@ -108,12 +104,12 @@ def tree(a, b):
 
 BOTH_WAYS = {
     "low-rank weights": (adapted, (X, W, A, B)),
-    "chain": (low_rank, (draw(512, 8), draw(8, 512), draw(512, 4))),
-    "attention": (attend, (draw(2048, 32), draw(2048, 32), draw(2048, 32))),
-    "kernel matrix": (kernel_product, (draw(512, 8), draw(512, 4))),
-    "energy": (energy, (draw(512, 3), draw(512))),
-    "distances": (distances, (draw(256, 64), draw(512, 64))),
-    "affine tree": (tree, (draw(512, 1024), draw(512, 1024))),
+    "chain": (low_rank, (normal(512, 8), normal(8, 512), normal(512, 4))),
+    "attention": (attend, (normal(2048, 32), normal(2048, 32), normal(2048, 32))),
+    "kernel matrix": (kernel_product, (normal(512, 8), normal(512, 4))),
+    "energy": (energy, (normal(512, 3), normal(512))),
+    "distances": (distances, (normal(256, 64), normal(512, 64))),
+    "affine tree": (tree, (normal(512, 1024), normal(512, 1024))),
     "nothing to gain": (lambda x, w: jnp.sum(jnp.tanh(x @ w) ** 2), (X, W)),
 }
 
@@ -153,7 +149,7 @@ def test_no_more_is_kept_than_by_plain_reverse_mode(name):
 
 def test_results_do_not_wait_for_cotangents(one_device):
     """One fold could compute a result together with what reads its cotangent: it may not."""
-    x, m = draw(1024, 3), draw(1024)
+    x, m = normal(1024, 3), normal(1024)
     value, pullback = jax.vjp(sym_optimize(energy), x, m)
     assert max(x.size for x in jax.tree.leaves(pullback)) < 1024 * 1024
     np.testing.assert_allclose(value, energy(x, m), rtol=1e-4)
@@ -184,7 +180,7 @@ def test_a_plan_is_of_the_function_alone():
 def test_gradients_under_vmap_share_residuals():
     """Both halves are batched as they run: what one keeps is what the other reads."""
     f = lambda w, x: jnp.sum(jnp.sin(attend(x, x @ w, x)))  # noqa: E731
-    w, xs = draw(16, 16), draw(3, 64, 16)
+    w, xs = normal(16, 16), normal(3, 64, 16)
     for kernels in ("auto", "always"):
         ours, theirs = (
             jax.vmap(jax.value_and_grad(g, (0, 1)), (None, 0))(w, xs)

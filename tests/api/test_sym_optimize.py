@@ -3,16 +3,13 @@
 import functools
 import logging
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from symjax_rewrite import Budget, RulePack, bisect, disabled, errors, keep, packs, sym_optimize
 from symjax_rewrite.testing.assertions import (
@@ -34,7 +31,7 @@ TAKEN = {
     "below jit": lambda: jax.jit(sym_optimize(lora)),
     "twice": lambda: sym_optimize(sym_optimize(lora)),
     "a lambda": lambda: sym_optimize(lambda *args: lora(*args)),
-    "a partial": lambda: sym_optimize(functools.partial(lora)),
+    "a partial": lambda: sym_optimize(functools.partial(lambda s, *xs: s * lora(*xs), 1)),
     "a method": lambda: sym_optimize(_Layer().apply),
     "a callable object": lambda: sym_optimize(_Layer()),
     "every pack": lambda: sym_optimize(lora, rules=packs.lora + packs.linear_algebra),
@@ -73,41 +70,6 @@ def test_the_update_is_never_merged():
         assert_no_intermediate(chain, M, M, V, shape=(256, 256))
 
 
-class Weights(NamedTuple):
-    w: jax.Array
-    pair: tuple
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Adapter:
-    a: jax.Array
-    b: jax.Array
-
-
-def test_pytrees_in_and_out():
-    def f(p, x, *, extra=None):
-        y = x @ (p.w + p.pair[0].a @ p.pair[0].b)
-        return {"y": y, "none": None, "p": Weights(y, (extra,)), "list": [Adapter(y, y), 1]}
-
-    args = Weights(W, (Adapter(A, B),)), X
-    assert_equivalent(sym_optimize(f), jax.jit(f), *args)
-    got = sym_optimize(f)(*args, extra=X)
-    assert isinstance(got["p"], Weights)
-    assert got["none"] is None
-
-
-def test_keywords_and_defaults():
-    def f(x, w, *, a=A, b=B, scale=2.0):
-        return x @ (w + scale * (a @ b))
-
-    g = sym_optimize(f)
-    np.testing.assert_allclose(g(X, W), f(X, W), rtol=1e-3, atol=1e-2)
-    np.testing.assert_allclose(
-        g(w=W, x=X, b=2 * B, scale=1.0), f(X, W, b=2 * B, scale=1.0), rtol=1e-3, atol=1e-2
-    )
-
-
 def branch(x, mode, *, power=1):
     return x @ x if mode == "square" else x**power
 
@@ -140,15 +102,6 @@ def test_donation_is_lifted():
     assert "donat" in f.lower(x, x).as_text() or "alias" in f.lower(x, x).as_text()
     f(x, normal(16, 16))
     assert x.is_deleted()
-
-
-def test_shardings_are_lifted():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
-    jitted = jax.jit(chain, in_shardings=(split, whole, whole), out_shardings=split)
-    got = sym_optimize(jitted)(M, M, V)
-    assert got.sharding.is_equivalent_to(split, 1)
-    np.testing.assert_allclose(got, chain(M, M, V), rtol=1e-3, atol=1e-2)
 
 
 # What it gives.

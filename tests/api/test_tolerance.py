@@ -8,7 +8,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from symjax_rewrite import RulePack, bisect, lemma, sym_optimize
@@ -18,6 +17,7 @@ from symjax_rewrite.errors import EquivalenceError
 from symjax_rewrite.options import Numerics
 from symjax_rewrite.testing.assertions import assert_equivalent
 from tests.api.agreement import PROGRAMS
+from tests.programs import normal
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 CELLS = [(p, d, n) for n in (10, 100_000) for d in DTYPES for p in PROGRAMS]
@@ -39,10 +39,6 @@ def test_faults_are_found_and_rounding_is_not(program, dtype, entries):
             if difference(got, expected, Numerics(), lambda: rounding) is None
         ]
     assert agrees == list(case.honest)
-
-
-def normal(*shape, dtype="float32", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 @lemma("nd,dm,dm", uses=("distributivity",), source="a mistake made on purpose")

@@ -17,10 +17,7 @@ from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.reports.bottlenecks import kernel_times
 from symjax_rewrite.reports.program_cost import ProgramTerms
-
-
-def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.programs import spec
 
 
 def attention(q: Any, k: Any, v: Any, visible: Any = None) -> Any:

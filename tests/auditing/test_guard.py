@@ -13,10 +13,7 @@ from symjax_rewrite.auditing.intermediates import largest_intermediate
 from symjax_rewrite.reports.units import duration, parse_bytes, ratio, size
 from symjax_rewrite.testing import assert_no_cliff
 from tests.profiles import use_on_cpu
-
-
-def spec(*shape: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+from tests.programs import spec
 
 
 def lora(x: Any, w: Any, a: Any, b: Any) -> Any:

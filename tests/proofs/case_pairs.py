@@ -75,6 +75,15 @@ def cross_entropy(z, y):
 
 
 EQUAL: dict[str, Pair] = {
+    "rows of two axes that are one, reversed": (
+        lambda x: x.reshape(8)[::-1], lambda x: x[::-1, ::-1].reshape(8), ("f32[2,4]",)),
+    "every second entry of two axes that are one": (
+        lambda x: x.reshape(8)[1::2], lambda x: x.reshape(4, 2)[:, 1], ("f32[2,4]",)),
+    "numbers of two axes that are one": (
+        lambda x: x + jnp.arange(8.0).reshape(2, 4),
+        lambda x: x + 4 * jnp.arange(2.0)[:, None] + jnp.arange(4.0), ("f32[2,4]",)),
+    "product that a test makes one": (
+        lambda x, y: jnp.where(x * y == 1, x * y * y, y), lambda x, y: y, TWO),
     "absolute_value_of_two_relus": (jnp.abs, lambda x: nn.relu(x) + nn.relu(-x), N),
     "difference_of_two_relus": (lambda x: nn.relu(x) - nn.relu(-x), lambda x: x, N),
     "minimum_and_maximum": (
@@ -117,6 +126,8 @@ EQUAL: dict[str, Pair] = {
 }  # fmt: skip
 
 UNEQUAL: dict[str, Pair] = {
+    "two axes that are one, of which one is reversed": (
+        lambda x: x.reshape(8)[::-1], lambda x: x[:, ::-1].reshape(8), ("f32[2,4]",)),
     "relus with a slope": (jnp.abs, lambda x: nn.relu(x) + 0.999 * nn.relu(-x), N),
     "maximum less minimum, signed": (
         lambda x, y: jnp.maximum(x, y) - jnp.minimum(x, y), lambda x, y: x - y, TWO),
