@@ -9,10 +9,11 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
 `feature_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
-entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Rows*: products of long matrices
-with few columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained`
-of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop;
-`piece_s` of `FoldFacts`.
+entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Squares*: products of sums over
+features with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: products of long
+matrices with few columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features;
+`chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a
+loop; `piece_s` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -219,6 +220,29 @@ def ties(columns: int = 2048) -> None:
         print(f"{points} by {width}: {steps[0]:.0f} steps a pair along, {steps[1]:.0f} down")
 
 
+def squares(width: int = 8) -> None:
+    """Print how often products with square results compute again the sums that they are fused with.
+
+    The seconds beyond those with a stored left operand are those of so many operands.
+    """
+
+    def distances(x: Any, y: Any) -> Any:
+        return jnp.sum((x[:, None] - y) ** 2, -1)
+
+    def stored(x: Any) -> Any:
+        return lax.reduce_precision(x, 8, 23)
+
+    for rows, terms in ((400, 300), (600, 400), (700, 500)):
+        x, y = array(rows, width), array(terms, width)
+        once = seconds_of(distances, x, y)
+        for columns in (rows, rows - 100):
+            b = array(terms, columns)
+            fused = seconds_of(lambda x, y, b: distances(x, y) @ b, x, y, b)
+            apart = seconds_of(lambda x, y, b: stored(distances(x, y)) @ b, x, y, b)
+            times = (fused - apart) / once
+            print(f"{rows} × {terms} times {terms} × {columns}: {times:.1f} times again")
+
+
 def pieces() -> None:
     """Print the times of the pieces of memory that slices along the last axis read and write."""
 
@@ -260,6 +284,7 @@ def main() -> None:
         rows()
         tiles()
         ties()
+        squares()
         pieces()
 
 

@@ -405,6 +405,9 @@ class FusionFacts:
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
     vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
+    square_repeats: float = quantity(
+        "1", "times that a product with a square result sums again what it is fused with", LAWS, 0.0
+    )
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
     def across_seconds(self, rows: float, page_s: float) -> float:

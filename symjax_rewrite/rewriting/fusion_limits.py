@@ -3,7 +3,9 @@
 XLA's CPU compiler fuses the operations that a reduction reads into one call of its library. The
 call takes some time for every innermost row of the array, which is long for rows of one to four
 elements, as of points in space; and it computes a product in the fusion again for every element
-that reads it. Until jaxlib 0.11 the compiler also sorts whole rows where a part of a top-k is read
+that reads it. A product of matrices with as many rows as columns computes the sums again
+that its left operand is made of, and takes up to 50 times as long (until jaxlib 0.12). Until jaxlib
+0.11 the compiler also sorts whole rows where a part of a top-k is read
 (experiments/orientation). A rounding to the precision that the values have changes no value and is
 not fused; a barrier keeps a top-k one operation.
 """
@@ -21,7 +23,12 @@ from jax import lax
 from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import selection_seconds, shape_of, sorting_seconds
+from symjax_rewrite.cost.equation_cost import (
+    selection_seconds,
+    shape_of,
+    sorting_seconds,
+    work_seconds,
+)
 from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import cone, makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -45,6 +52,8 @@ class FusionLimits:
         facts = context.device.fusions
         if facts is None or not context.runs(self.name):
             return
+        if facts.square_repeats:
+            yield from _square_products(program, facts, context.device)
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
         least = facts.least_elements
         found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= least]
@@ -135,6 +144,33 @@ def _reductions(
             if margins.pays(*seconds, "orientation", device):
                 products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
     yield from products.values()
+
+
+def _square_products(program: Program, facts: FusionFacts, device: Device) -> Iterator[Candidate]:
+    """Yield the left operands of square products that are computed from sums as large as they."""
+    products = [e for e in program.equations if e.name == "dot_general" and is_in_place(e, DTYPES)]
+    products = [e for e in products if _is_square(e)]
+    if not products:
+        return
+    makers, users = makers_of(program.equations), users_of(program.equations)
+    alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
+    for e in products:
+        left, size = e.reads[0], math.prod(shape_of(e.eqn.invars[0]))
+        sums = [m for m in _made_from([left], alone) if m.name in REDUCTIONS and not _is_view(m)]
+        sums = [m for m in sums if math.prod(shape_of(m.eqn.outvars[0])) == size]
+        work = sum(work_seconds(m.eqn, device) for m in sums)
+        seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
+        if sums and margins.pays(*seconds, "orientation", device):
+            yield candidate(RULE, e.where(), _stored_result(makers[left]), seconds)
+
+
+def _is_square(e: Equation) -> bool:
+    """Return True for a product along the left operand's rows, with as many rows as columns."""
+    (summed, other), (batch, others) = e.eqn.params["dimension_numbers"]
+    left, right = (shape_of(v) for v in e.eqn.invars)
+    rows = [n for k, n in enumerate(left) if k not in (*summed, *batch)]
+    columns = [n for k, n in enumerate(right) if k not in (*other, *others)]
+    return tuple(summed) == (len(left) - 1,) and len(rows) == 1 and rows == columns
 
 
 def _short_sums(

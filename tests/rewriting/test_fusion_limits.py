@@ -78,6 +78,18 @@ def test_values_in_slow_fusions_are_stored(name: str) -> None:
     assert not stored(fun, *args, rules=packs.default - NAME)
 
 
+@OLD
+def test_the_kernel_of_a_square_product_is_stored() -> None:
+    def product(x, y, b):
+        return jnp.exp(-distances(x, y)) @ b
+
+    x, y, b = array(300, 8), array(256, 8), array(256, 300)
+    assert stored(product, x, y, b)
+    assert not stored(product, x, y, array(256, 296))
+    assert not stored(lambda x, y, b: b @ jnp.exp(-distances(x, y)), x, y, b)
+    assert not stored(lambda x, b: (x / jnp.sum(x, 1, keepdims=True)) @ b, array(300, 256), b)
+
+
 LEFT = {
     "long rows": (lambda x: jnp.sum(jnp.tanh(x[:, None] - x) + 1, 1), array(100, 64)),
     "distances along the rows": (lambda x: distances(x, x), POINTS),
