@@ -195,6 +195,14 @@ def fused() -> dict[str, Program]:
         "forces in the plane": (forces, (array(600, 2),)),
         "kernel of numbers": (kernel_smoother, (array(7000, 1), array(134, 1), array(134, 4))),
         "threshold of a top-k": (lambda x: x >= jax.lax.top_k(x, 8)[0][:, -1:], (array(512, 512),)),
+        "radial basis functions": (
+            lambda x, c, w: jnp.exp(-jnp.sum((x[:, None] - c) ** 2, -1)) @ w,
+            (array(8000, 784), array(10, 784), array(10, 10)),
+        ),
+        "largest differences": (
+            lambda x, c, w: jnp.max(jnp.abs(x[:, None] - c), -1) @ w,
+            (array(4000, 64), array(64, 64), array(64, 10)),
+        ),
         "sums of points": (lambda x: jnp.sum(x, -1), (array(300_000, 3),)),
     }
 

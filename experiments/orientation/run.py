@@ -30,6 +30,8 @@ from programs import array, programs
 
 from symjax_rewrite import packs, sym_optimize
 
+PAIRS = ((16_000, 10, 8), (4000, 64, 8), (500, 500, 2), (500, 500, 500), (2000, 1000, 8))
+WIDTHS = (16, 32, 64, 128, 256)
 PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans", "fusion_limits")
 # rows, columns, summed
 SHAPES = (
@@ -131,11 +133,13 @@ def reductions(rounds: int, sample_s: float, columns: Sequence[int]) -> str:
     return harness.markdown_table(["columns", "sum", "1ᵀ X", "maximum", "row by row"], rows)
 
 
+def stored(x: Any) -> Any:
+    """Return a value that XLA does not fuse with what reads it."""
+    return lax.reduce_precision(x, 8, 23)
+
+
 def fusions(rounds: int, sample_s: float, rows: int = 200_000) -> str:
     """Return the table of fused reductions and products with short rows, in ns per row."""
-
-    def stored(x: Any) -> Any:
-        return lax.reduce_precision(x, 8, 23)
 
     def chain(x: Any, y: Any) -> Any:
         return jnp.tanh(x[:, None] - y) + 1
@@ -172,6 +176,31 @@ def fusions(rounds: int, sample_s: float, rows: int = 200_000) -> str:
         each = [f"{1e9 * s / calls[k][2]:.2f}" for k, s in seconds.items()]
         found.append([str(width), *each])
     return harness.markdown_table(["row's length", *calls], found)
+
+
+def reduced_in_products(
+    rounds: int, sample_s: float, pairs: Sequence[tuple[int, ...]], widths: Sequence[int]
+) -> str:
+    """Return the table of reductions that a product reads, in ns per element reduced."""
+
+    def distances(x: Any, y: Any) -> Any:
+        return jnp.sum((x[:, None] - y) ** 2, -1)
+
+    found = []
+    for n, m, columns in pairs:
+        for width in widths:
+            args = array(n, width), array(m, width), array(m, columns)
+            calls: dict[str, Callable[..., Any]] = {
+                "alone": lambda x, y, w: distances(x, y),
+                "in the product": lambda x, y, w: jnp.exp(-distances(x, y)) @ w,
+                "stored first": lambda x, y, w: jnp.exp(-stored(distances(x, y))) @ w,
+            }
+            runs = {k: functools.partial(jax.jit(f), *args) for k, f in calls.items()}
+            seconds = core_seconds(runs, rounds, sample_s)
+            each = [f"{1e9 * s / (n * m * width):.3f}" for s in seconds.values()]
+            found.append([f"{n} × {m} × {width}", columns, *each])
+    names = ["pairs × row's length", "columns", "alone", "in the product", "stored first"]
+    return harness.markdown_table(names, found)
 
 
 def compared(rounds: int, sample_s: float, every: int = 1) -> str:
@@ -226,6 +255,7 @@ def main() -> None:
         print(layouts(1, 1e-3, SHAPES[-9:-7]))
         print(reductions(1, 1e-3, (20_000,)))
         print(fusions(1, 1e-3, 10_000))
+        print(reduced_in_products(1, 1e-3, ((50, 10, 3),), (64,)))
         print(compared(1, 1e-3, 20))
         return
     columns = [1 << k for k in range(10, 18)]
@@ -233,6 +263,7 @@ def main() -> None:
         layouts(5, 1e-2),
         reductions(5, 1e-2, columns),
         fusions(5, 1e-2),
+        reduced_in_products(5, 1e-2, PAIRS, WIDTHS),
         compared(5, 1e-2, options.every),
     )
     print(*tables, sep="\n\n")

@@ -3,11 +3,11 @@
 XLA's CPU compiler fuses the operations that a reduction reads into one call of its library. The
 call takes some time for every innermost row of the array, which is long for rows of one to four
 elements, as of points in space; and it computes a product in the fusion again for every element
-that reads it. A product of matrices with as many rows as columns computes the sums again
-that its left operand is made of, and takes up to 50 times as long (until jaxlib 0.12). Until jaxlib
-0.11 the compiler also sorts whole rows where a part of a top-k is read
-(experiments/orientation). A rounding to the precision that the values have changes no value and is
-not fused; a barrier keeps a top-k one operation.
+that reads it. A product of matrices takes the reductions that it reads into its own call, which
+then writes what they reduce. With as many rows as columns it reduces again for its left operand,
+and takes up to 100 times as long (until jaxlib 0.12). Until jaxlib 0.11 the compiler also sorts
+whole rows where a part of a top-k is read (experiments/orientation). A rounding to the precision
+that the values have changes no value and is not fused; a barrier keeps a top-k one operation.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class FusionLimits:
         found = [e for e in found if not _is_view(e)]
         if found:
             yield from _reductions(found, program, facts, context.device)
+            yield from _reduced_in_products(found, program, facts, context.device)
             if context.reorders():
                 yield from _short_sums(found, program, facts, context.device)
         if facts.sorts_parts:
@@ -144,6 +145,38 @@ def _reductions(
             if margins.pays(*seconds, "orientation", device):
                 products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
     yield from products.values()
+
+
+def _reduced_in_products(
+    found: list[Equation], program: Program, facts: FusionFacts, device: Device
+) -> Iterator[Candidate]:
+    """Yield reductions of computed rows that a product of matrices reads: max |x - y| @ W."""
+    makers, users = makers_of(program.equations), users_of(program.equations)
+    for e in found:
+        chain = _chain(program, e.reads[0], makers, users)
+        long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
+        if not (long and chain.computed and chain.spread):
+            continue
+        products = {u.outvals: u for u in _fused_readers(e, users) if u.name == "dot_general"}
+        if len(products) == 1 and not any(map(_is_square, products.values())):
+            # What several products read is stored.
+            read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
+            rows_s = facts.row_s * made
+            fused_s = rows_s + device.page_seconds(4.0 * read)
+            stored_s = rows_s + facts.stored_s * made + device.page_seconds(4.0 * made)
+            if margins.pays(fused_s, stored_s, "orientation", device):
+                yield candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
+
+
+def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[Equation]:
+    """Yield the equations that read a result, or read it through elementwise operations."""
+    reached = dict.fromkeys(e.outvals)
+    for v in (stack := [*reached]):
+        for u in users.get(v, ()):
+            yield u
+            if u.name in ELEMENTWISE | VIEWS:
+                stack += [o for o in u.outvals if o not in reached]
+                reached.update(dict.fromkeys(u.outvals))
 
 
 def _square_products(program: Program, facts: FusionFacts, device: Device) -> Iterator[Candidate]:

@@ -40,6 +40,10 @@ def forces(x):
     return jnp.sum(jnp.sin(r) / (jnp.sum(r**2, -1, keepdims=True) + 0.1), 1)
 
 
+def kernel_times(x, y, w):
+    return jnp.exp(-distances(x, y) / 100) @ w
+
+
 POINTS, W = array(300, 2), array(64, 32)
 TAKEN = {
     "forces in the plane": (forces, POINTS),
@@ -55,6 +59,11 @@ TAKEN = {
         POINTS,
     ),
     "sums of points": (lambda x: jnp.sum(x, -1), array(60_000, 3)),
+    "distances in a product": (kernel_times, array(2000, 64), array(70, 64), array(70, 3)),
+    "largest differences in a product": (
+        lambda x, y, w: jnp.max(jnp.abs(x[:, None] - y), -1) @ w,
+        array(2000, 64), array(70, 64), array(70, 3),
+    ),
 }  # fmt: skip
 
 
@@ -115,6 +124,13 @@ LEFT = {
     "few pairs": (lambda x: jnp.sum(jnp.tanh(x - x[:, None]) + 1, 1), array(64, 2)),
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
+    "short rows in a product": (kernel_times, array(4000, 32), array(70, 32), array(70, 3)),
+    "few distances in a product": (kernel_times, array(200, 64), array(70, 64), array(70, 3)),
+    "distances that two products read": (
+        lambda x, y, w: (lambda k: k @ w + k @ w[::-1])(jnp.exp(-distances(x, y) / 100)),
+        array(2000, 64), array(70, 64), array(70, 3),
+    ),
+    "distances in memory": (lambda d, w: jnp.max(d, -1) @ w, array(2000, 70, 64), array(70, 3)),
 }  # fmt: skip
 
 
