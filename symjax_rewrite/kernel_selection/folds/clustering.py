@@ -7,7 +7,7 @@ reductions of a cluster that wait for the same earlier results and reduce in the
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -152,8 +152,9 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
     made: dict[int, ClusterMember] = {}  # found so far; a tile reads only earlier reductions
+    terms = Pair(t, None, None, gone, made, tables=scope.tables, cancels=scope.cancels)
     for cls in need.order:
-        candidate = _candidate(t, cls, scope, gone, made)
+        candidate = _candidate(terms, cls, scope)
         if candidate is not None:
             made[cls] = candidate
     passed = {x for c in made.values() for x in c.reduction.through}
@@ -187,9 +188,8 @@ def _join(found: list[Cluster], c: ClusterMember) -> None:
             return
 
 
-def _candidate(
-    t: TermGraph, cls: int, scope: Scope, gone: frozenset[int], made: Container[int]
-) -> ClusterMember | None:
+def _candidate(terms: Pair, cls: int, scope: Scope) -> ClusterMember | None:
+    t = terms.t
     if kind_of(t.graph, cls) not in "fiub":
         return None
     found = reduction_of(t, cls)
@@ -215,12 +215,11 @@ def _candidate(
         if keyed:
             carried = carried.intersection(found.bound, *(k.axes for k in found.keys))
         for row in sorted(carried, key=lambda i: (i in found.bound, -size(i), i)):
-            pair = Pair(t, row, column, gone, made, tables=scope.tables, cancels=scope.cancels)
-            paired = _paired(found, pair, scope.least)
+            paired = _paired(found, terms.along(row, column), scope.least)
             if paired is not None and paired.makes_work():
                 return _along_storage(paired, scope.least)
             plain = plain or paired
-    alone = _single(t, found, scope.least, gone, made) if scope.single and not keyed else None
+    alone = _single(terms, found, scope.least) if scope.single and not keyed else None
     return alone if alone is not None and alone.makes_work() else plain or alone
 
 
@@ -245,20 +244,18 @@ def _along_storage(m: ClusterMember, least: int) -> ClusterMember:
     return exchanged if exchanged is not None and exchanged.makes_work() else m
 
 
-def _single(
-    t: TermGraph, found: Reduction, least: int, gone: frozenset[int], made: Container[int]
-) -> ClusterMember | None:
+def _single(terms: Pair, found: Reduction, least: int) -> ClusterMember | None:
     """Return a member for a reduction over scores of one row, such as one decoder query."""
     if len(found.bound) != 1 or found.kind == "at":  # one index is read where it is made
         return None
-    (column,) = found.bound
+    t, (column,) = terms.t, found.bound
     if t.number(found.sizes[column]) < LEAST_DOT:
         return None  # components of a vector are written out
     spaces = [frozenset(a.axes) for a in found.args if column in a.axes]
     space = min(spaces, key=len, default=None)
     if space is None or not all(space <= s for s in spaces):
         return None
-    paired = _paired(found, Pair(t, None, column, gone, made, space), 0)
+    paired = _paired(found, terms.along(None, column, space), 0)
     if paired is None or not paired.tile.has_dot:
         return None
     widest = max(max(elements(t, r.cls) for r in paired.tile.operands), paired.pairs)
@@ -271,7 +268,8 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
     if not held or not all(map(pair.holds, found.keys)):
         return None
     space = tuple(sorted({i for a in (*held, *found.keys) for i in a.axes}))
-    if prod(t.number(found.sizes[i]) for i in space) < least:
+    pairs = prod([t.number(found.sizes[i]) for i in space])
+    if pairs < max(least, elements(t, found.cls)):
         return None
     if any(map(reads_twice, held)):
         return None
@@ -279,6 +277,8 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
         return None
     if not any(set(space) == set(a.axes) for a in held):
         return None  # the product is larger than its factors
+    if any(pair.least_read(a) > pairs for a in held):
+        return None
     tile = explore(pair, held, found.keys)
     if tile is None or not _meets(found, pair, tile, space) or (found.kind == "at" and tile.looked):
         return None
@@ -290,7 +290,7 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
     else:
         of_row = [r for r in tile.operands if pair.column not in r.axes]
     read = {r.cls for r in (*tile.whole, *of_row)}
-    if made.pairs < max(elements(t, cls) for cls in {found.cls, *read}):
+    if pairs < max((elements(t, cls) for cls in read), default=0):
         return None
     whole = [r for r in tile.whole if kind_of(t.graph, r.cls) == "f"]
     if not tile.has_dot and any(len(r.axes) == len(space) for r in whole):

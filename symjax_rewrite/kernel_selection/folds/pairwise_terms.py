@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import kind_of, node_of
+from symjax_rewrite.ir.dataflow import kind_of, node_of, postorder
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.term import Node, Ref, over
+from symjax_rewrite.ir.term import Node, Ref, identity, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 
@@ -30,6 +30,9 @@ MOST_STEPS = 512  # limit on steps of one tile, its sums written out
 COMPARISONS = frozenset(
     "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
 )
+
+
+Slots = tuple[int, int | None, int]  # a class, and its slots that read the row and the column
 
 
 class At(NamedTuple):
@@ -90,7 +93,8 @@ class Pair:
     index. inside: row values that tiles compute themselves. tables: tiles may look values up in
     tables. chosen: where tiles are read at some columns of each row alone, a class that is zero at
     other columns, and its value there: a reference over its slots, and over names that number the
-    columns. cancels: sums may lose digits, as numerics="cancels" permits.
+    columns. cancels: sums may lose digits, as numerics="cancels" permits. least_reads: what
+    `least_read` returns, for the terms along every two indices.
     """
 
     t: TermGraph
@@ -103,6 +107,7 @@ class Pair:
     tables: bool = False
     chosen: tuple[int, Ref] | None = None
     cancels: bool = False
+    least_reads: dict[Slots, int] = field(default_factory=dict)
     _fresh: int = field(default=0, init=False)
 
     @property
@@ -114,6 +119,55 @@ class Pair:
         if self.single is not None:
             return self.column in ref.axes and self.single.issuperset(ref.axes)
         return self.row in ref.axes and self.column in ref.axes
+
+    def along(self, row: Any, column: Any, single: frozenset | None = None) -> Pair:
+        """Return the same terms as pairwise in two other indices."""
+        tables = self.tables and single is None
+        shared = {"tables": tables, "cancels": self.cancels, "least_reads": self.least_reads}
+        return Pair(self.t, row, column, self.gone, self.made, single, **shared)
+
+    def least_read(self, ref: Ref) -> int:
+        """Return a lower bound of the size of the largest value that a tile reads whole or by row.
+
+        The size is in elements. A stream of residuals reaches through all layers, so that each of
+        its classes is opened once for all reductions above it.
+        """
+        if reads_twice(ref):
+            return elements(self.t, ref.cls)
+        row = None if self.single is not None else ref.axes.index(self.row)
+        start, known = (ref.cls, row, ref.axes.index(self.column)), self.least_reads
+        if start not in known:
+            opened: dict[Slots, tuple[int, list[Slots]]] = {}
+
+            def below(key: Slots) -> list[Slots]:
+                if key in known:
+                    return []
+                opened[key] = self._read_by(*key)
+                return opened[key][1]
+
+            for key in postorder([start], below):
+                if key not in known:
+                    size, keys = opened[key]
+                    known[key] = max([size, *[known[k] for k in keys]])
+        return known[start]
+
+    def _read_by(self, cls: int, row: int | None, column: int) -> tuple[int, list[Slots]]:
+        """Return the size of the largest value that one step reads, and its pairwise operands."""
+        node, axes = node_of(self.g, cls), identity(len(self.g.classes[cls].sizes))
+        if node.op in _UNBOUNDED:
+            return 0, []
+        pair = self.along(row, column, frozenset(axes) if row is None else None)
+        found = pair.open(Ref(cls, axes))
+        if found.kind not in ("apply", "dot"):
+            return (elements(self.t, cls) if found.kind == "leaf" else 0), []
+        held = [a for a in found.args if pair.holds(a)]
+        whole = [a for a in held if reads_twice(a)]
+        of_row = [a for a in found.args if (column not in a.axes if row is None else row in a.axes)]
+        read = [*whole, *[a for a in of_row if a not in held]]
+        sizes = [elements(self.t, a.cls) for a in read if node_of(self.g, a.cls).op != op.CONST]
+        index = [(a.cls, a.axes) for a in held if a not in whole]
+        place = lambda axes: None if row is None else axes.index(row)  # noqa: E731
+        return max(sizes, default=0), [(c, place(axes), axes.index(column)) for c, axes in index]
 
     def open(self, ref: Ref) -> Opened:
         """Return the computation of a reference that depends on both indices."""
@@ -258,6 +312,7 @@ class Pair:
         return left, right
 
 
+_UNBOUNDED = {op.SLICE, op.CONCAT, op.TAKE, op.NATIVE}  # terms of which `least_read` knows nothing
 _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
     op.DELTA: lambda pair, ref, node: Opened("delta"),
     op.CONTRACT: Pair._contraction,
