@@ -14,34 +14,55 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations, product, starmap
 from typing import Any
 
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize
 from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Axes, Node, identity
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    SLICE,
+    TAKE,
+    Axes,
+    Node,
+    Ref,
+    identity,
+)
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order, rows_of
 from symjax_rewrite.rewriting.region_keys import Region
+
+MOVES = frozenset({SLICE, CONCAT, TAKE})  # terms that move parts of their operands
 
 FIRST_BOUND = 64  # the name of the first bound index of a region
 MOST_FACTORS = 12  # of a product that has a bound
 MOST_PAIRS = 500  # subproducts tried for a bound
+MOST_SHARED = 6  # products that are read twice
 
 
 @dataclass(slots=True)
 class _Value:
     """The facts about a class that contains no outer product of smaller values.
 
-    read: the classes of its full size from which it is computed. made: True if more than scales are
-    between these classes and it, so that it must be computed.
+    read: the classes of its full size from which it is computed. parts: those of which it holds
+    parts. made: True if more than scales are between these classes and it, so that it must be
+    computed.
     """
 
     read: frozenset[int]
+    parts: frozenset[int]
     made: bool = False
+
+    @classmethod
+    def of(cls, c: int, parts: Iterable[int] = ()) -> _Value:
+        """Return the value of a class that holds parts of other classes, or of itself."""
+        return cls(frozenset({c}), frozenset(parts) or frozenset({c}))
 
 
 def savings_bound(cost: Cost, g: EGraph, region: Region, model: CostModel) -> float:
@@ -98,9 +119,9 @@ def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
 
 def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
     """Return the cost of a region in any form, or None if a law might save work of a product."""
-    values: dict[int, _Value | None] = {c: _Value(frozenset({c})) for c in region.leaves}
+    values: dict[int, _Value | None] = {c: _Value.of(c) for c in region.leaves}
     needed = cone(region.roots, lambda c: () if c in values else _operands(node_of(g, c)))
-    flat = _FlatProducts(g, region, model)
+    flat = _FlatProducts(g, region, model, needed)
     for c in region.classes:
         node = node_of(g, c)
         if c in values:
@@ -111,14 +132,20 @@ def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
             continue
         if node.op == CONST:
             values[c] = None
+        elif node.op in MOVES:
+            if not flat.moves(c, node):
+                return None
+            known = [v for a in node.args if (v := values[a.cls]) is not None]
+            values[c] = _Value.of(c, frozenset().union(*[v.parts for v in known]))
+            continue
         elif node.op not in (ADD, CONTRACT) or not all(_reads_plainly(a.axes) for a in node.args):
             return None
         elif is_dot(node):
             if not _is_full_product(node, values):
                 return None
-            values[c] = _Value(frozenset({c}))
+            values[c] = _Value.of(c)
         elif node.bound:
-            values[c] = _Value(frozenset({c}))
+            values[c] = _Value.of(c)
             continue
         else:
             values[c] = _elementwise(node, values)
@@ -139,10 +166,12 @@ def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
 
 def _operands(node: Node) -> list[int]:
     """Return the operands of a term; a sum that is no product needs none of them for sure."""
-    return [] if node.bound and not is_dot(node) else [a.cls for a in node.args]
+    is_sum = node.bound and node.op not in MOVES and not is_dot(node)
+    return [] if is_sum else [a.cls for a in node.args]
 
 
 Factors = list[tuple[int, Axes]]  # classes, with the names of the indices that they read
+Parts = tuple[int, frozenset[int]]  # a factor, with the classes of which it holds parts
 
 
 class _FlatProducts:
@@ -150,18 +179,36 @@ class _FlatProducts:
 
     Names of indices are bits: first the slots of the class, and from `FIRST_BOUND` the indices that
     are summed. Of a sum with one product among its terms the product counts. A result that other
-    products read is a factor of these, or is opened: both are kept. A product that is read twice
-    and is no result, and a sum of products, have no bound.
+    products read, or a product that is read twice, is a factor of these, or is opened: both are
+    kept. A sum of products has no bound. What a slice, concatenation or gather reads counts as a
+    result, and what it gives as an input.
+
+    needed: the classes that the roots need. whole: those of which more than a part is needed.
     """
 
-    def __init__(self, g: EGraph, region: Region, model: CostModel) -> None:
+    def __init__(self, g: EGraph, region: Region, model: CostModel, needed: set[int]) -> None:
         self.g, self.region, self.model = g, region, model
         self.roots = set(region.roots)
+        self.whole, sliced = set(region.roots), Counter[int]()
+        for c in needed.difference(region.leaves):
+            node = node_of(g, c)
+            read = [a.cls for a in node.args]
+            if node.op in MOVES:
+                self.roots.update(read)
+            if node.op == SLICE:
+                sliced[read[0]] += model.class_bytes(g, c)
+            else:
+                self.whole.update(read)
+        self.whole.update([c for c, size in sliced.items() if size >= model.class_bytes(g, c)])
+        reads = Counter([c for r in needed for c in self._read(r)])
+        self.shared = {c for c, n in reads.items() if n > 1}.difference(self.roots)
         self.products: list[int] = []
         self.tops: list[tuple[int, Factors, Factors]] = []
         self.factors: dict[int, tuple[Factors, Factors]] = {}  # closed and opened
         self.sizes: list[Dim] = []  # of the indices that are summed
-        self.read: set[int] = set()
+
+    def _read(self, cls: int) -> list[int]:
+        return [] if cls in self.region.leaves else [a.cls for a in node_of(self.g, cls).args]
 
     def add(self, cls: int, node: Node) -> bool:
         """Add a class after its operands; return False if there is no bound."""
@@ -169,10 +216,8 @@ class _FlatProducts:
         names = [*range(node.out), *bound]
         self.sizes += node.bound
         inner = [a for a in node.args if a.cls in self.factors]
-        again = [a.cls for a in inner if a.cls in self.read and a.cls not in self.roots]
-        if again or len({a.cls for a in inner}) < len(inner) or (node.op == ADD and len(inner) > 1):
+        if len({a.cls for a in inner}) < len(inner) or (node.op == ADD and len(inner) > 1):
             return False
-        self.read.update([a.cls for a in inner])
         if node.bound:
             self.products.append(cls)
         elif not inner:
@@ -186,13 +231,23 @@ class _FlatProducts:
                     tuple([to[i] if i < FIRST_BOUND else i for i in axes]) for _, axes in factors
                 ]
                 found += zip([f for f, _ in factors], over, strict=True)
-        if len(made[1]) > MOST_FACTORS:
+        if len(made[1]) > MOST_FACTORS or _opens_twice(self.factors, inner):
             return False
         self.factors[cls] = made
-        if cls in self.roots:
+        if cls in self.roots or cls in self.shared:
             self.tops.append((cls, *made))
             self.factors[cls] = [(cls, identity(node.out))], made[1]
         return True
+
+    def moves(self, cls: int, node: Node) -> bool:
+        """Return True if no work is saved before or after a slice, concatenation or gather."""
+        g, size = self.g, self.model.class_bytes
+        products = [a.cls for a in node.args if a.cls in self.factors]
+        if node.op == SLICE:
+            return self.whole.issuperset(products)
+        if node.op == TAKE:
+            return not products and size(g, cls) <= size(g, node.args[0].cls)
+        return not products and all(node_of(g, a.cls).op != CONST for a in node.args)
 
     def seconds(self, values: Mapping[int, _Value | None]) -> float | None:
         """Return the seconds of all products in their best orders; None if some might be shared.
@@ -205,22 +260,36 @@ class _FlatProducts:
         factors = {f for _, closed, _ in self.tops for f, axes in closed if axes}
         if not self.products or len({self.g.classes[c].dtype for c in factors}) > 1:
             return None
-        known = [[v for f, _ in closed if (v := values[f])] for _, closed, _ in self.tops]
-        read = [Counter([c for v in each for c in v.read]) for each in known]
-        if any(sum([n > 1 for n in each.values()]) > 1 for each in read):
-            return None  # a product may occur twice
-        if any(len(one.keys() & other.keys()) > 1 for one, other in combinations(read, 2)):
+        parts = [
+            [(f, v.parts) for f, _ in closed if (v := values[f])] for _, closed, _ in self.tops
+        ]
+        if any(map(_repeats, parts)) or any(starmap(_repeats, combinations(parts, 2))):
             return None
-        total = 0.0
-        for cls, *ways in self.tops:
-            ordered = [
-                self._ordered(cls, way) for way in (ways if ways[0] != ways[1] else ways[:1])
-            ]
+        ways: dict[int, list[float]] = {}
+        for cls, *forms in self.tops:
+            ordered = [self._ordered(cls, form) for form in forms]
             found = [s for s in ordered if s is not None]
             if len(found) < len(ordered):
                 return None
-            total += min(found)
-        return total
+            ways[cls] = found
+        return self._least(ways)
+
+    def _least(self, ways: Mapping[int, list[float]]) -> float | None:
+        """Return the seconds of all products, those that are read twice stored or made each time.
+
+        ways: by product, its seconds with what is stored as a factor, and with all opened.
+        """
+        shared = [c for c in ways if c not in self.roots]
+        read = {c: {f for f, _ in closed}.intersection(shared) for c, closed, _ in self.tops}
+        if len(shared) > MOST_SHARED:
+            return None
+
+        def total(stored: set[int]) -> float:
+            made = [c for c in ways if c in self.roots or c in stored]
+            return sum([min(ways[c]) if read[c] <= stored else ways[c][1] for c in made])
+
+        choices = product(*[[(), (c,)] for c in shared])
+        return min([total(set(chain.from_iterable(choice))) for choice in choices])
 
     def _ordered(self, cls: int, factors: Factors) -> float | None:
         """Return the seconds of a product in its best order; only sums count."""
@@ -244,6 +313,30 @@ class _FlatProducts:
         return None if found is None else found[1]
 
 
+def _repeats(one: Sequence[Parts], other: Sequence[Parts] = ()) -> bool:
+    """Return True if a product of two factors may occur twice in a product, or in each of two.
+
+    Values that are parts of one factor alone, or of the same two factors, count as one.
+    """
+    places: dict[int, list[int]] = {}
+    factors = [*one, *other]
+    for k, (_, parts) in enumerate(factors):
+        for c in parts:
+            places.setdefault(c, []).append(k)
+    found: set[Any] = set()
+    for c, p in places.items():
+        if p[0] < len(one) <= p[-1] if other else len(p) > 1:
+            names = {factors[k][0] for k in p}
+            found.add(names.pop() if len(names) == 1 else tuple(p) if len(p) == 2 else (c,))
+    return len(found) > 1
+
+
+def _opens_twice(factors: Mapping[int, tuple[Factors, Factors]], inner: Sequence[Ref]) -> bool:
+    """Return True if two operands are computed from the same product."""
+    opened = [i for a in inner for i in {i for _, axes in factors[a.cls][1] for i in axes}]
+    return any(n > 1 and i >= FIRST_BOUND for i, n in Counter(opened).items())
+
+
 def _reads_plainly(axes: tuple[int, ...]) -> bool:
     return len(set(axes)) == len(axes) and min(axes, default=0) >= 0
 
@@ -263,5 +356,6 @@ def _elementwise(node: Node, values: dict[int, _Value | None]) -> _Value | None:
     if not full:
         return None
     read = frozenset().union(*[v.read for v in full])
+    parts = frozenset().union(*[v.parts for v in full])
     adds = node.op == ADD and len(node.args) > 1
-    return _Value(read, adds or len(full) > 1 or any(v.made for v in full))
+    return _Value(read, parts, adds or len(full) > 1 or any(v.made for v in full))
