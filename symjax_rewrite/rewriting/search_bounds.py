@@ -12,7 +12,6 @@ placed elsewhere.
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -295,11 +294,16 @@ class _FlatProducts:
         """Return the seconds of a product in its best order; only sums count."""
         of, model = self.g.classes[cls], self.model
         size, out = itemsize(of.dtype), len(of.sizes)
-        sizes: Any = [*of.sizes, *[1] * (FIRST_BOUND - out), *self.sizes]
+        sizes: Any = dict(enumerate(of.sizes)) | dict(enumerate(self.sizes, FIRST_BOUND))
 
         @functools.cache
-        def count(mask: int) -> float:
-            return math.prod([n for i, n in enumerate(sizes) if mask >> i & 1])
+        def count(mask: int) -> int:
+            size = 1
+            while mask:
+                last = mask.bit_length() - 1
+                size *= sizes[last]
+                mask ^= 1 << last
+            return size
 
         def seconds(left: int, right: int, kept: int) -> float:
             if not left & right & ~kept:

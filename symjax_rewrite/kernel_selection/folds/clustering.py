@@ -392,16 +392,20 @@ def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> 
             )
     if any(ref.cls in random for c in cluster.members for ref in c.tile.whole):
         return Obstacle.RANDOM("the pairwise term depends on random numbers")
-    return _compared(t, cluster, cone(reduced, lambda cls: need.users.get(cls, ())))
+    return _compared(t, need, cluster)
 
 
-def _compared(t: TermGraph, cluster: Cluster, after: set[int]) -> str:
+def _compared(t: TermGraph, need: Needed, cluster: Cluster) -> str:
     """Include in tiles the reductions they are compared with; return the reason if impossible.
 
     A term and its maximum computed by two kernels may differ by rounding. The maximum, and the
     count of elements equal to it, are therefore reduced in the kernel that compares, from tiles
-    that hold whole rows. `after` are the classes computed from the cluster's reductions.
+    that hold whole rows.
     """
+    if not any(c.tile.compared for c in cluster.members):
+        return ""
+    reduced = [c.reduction.cls for c in cluster.members]
+    after = cone(reduced, lambda cls: need.users.get(cls, ()))
     jumps = {x for c in cluster.members for x in c.tile.compared} & after
     if not jumps:
         return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any
 
 import jax.numpy as jnp
@@ -216,14 +217,18 @@ def row_algebra(
         return None  # sums over rows have no row for the epilogue
     after = cone(served, lambda cls: need.users.get(cls, ()))
     program = _RowSteps(t, lead, after, around.late, tiles.wide)
-    reached: set[int] = set()  # by what is in the program so far
-    for cls in need.order:
+    reached, queue = set(served), sorted(served)  # operands have smaller numbers
+    while queue:
+        cls = heappop(queue)
         if cls in served:
             if not program.serve(served[cls]):
                 return None
-        elif cls not in reached or cls in around.pairwise or not program.follow(cls):
+        elif cls in around.pairwise or not program.follow(cls):
             continue
-        reached.update(need.users.get(cls, ()))
+        for user in need.users.get(cls, ()):
+            if user not in reached:
+                reached.add(user)
+                heappush(queue, user)
     inside = _kept(around, program, set(served))
     returned: list[Value] = [*sorted(_returned(around, inside))]
     returned += [v for v in program.number if isinstance(v, tuple)]

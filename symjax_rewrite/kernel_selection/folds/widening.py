@@ -57,6 +57,8 @@ def _rows(t: TermGraph, need: Needed, members: Sequence[ClusterMember]) -> froze
     reduced = {m.reduction.cls: m for m in members}
     pairwise = _pairwise(members)
     rows: set[int] = set()
+    if not any(_is_row(t.graph, m) or _is_sum_of_halves(t.graph, m) for m in members):
+        return frozenset()
     for cls in need.order:
         if cls in reduced:
             wide = _is_row(t.graph, reduced[cls])
