@@ -12,7 +12,7 @@ placed elsewhere.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product, starmap
@@ -42,7 +42,7 @@ MOVES = frozenset({SLICE, CONCAT, TAKE})  # terms that move parts of their opera
 FIRST_BOUND = 64  # the name of the first bound index of a region
 MOST_FACTORS = 12  # of a product that has a bound
 MOST_PAIRS = 500  # subproducts tried for a bound
-MOST_SHARED = 6  # products that are read twice
+MOST_SHARED = 8  # products that are read twice
 
 
 @dataclass(slots=True)
@@ -179,8 +179,9 @@ class _FlatProducts:
     Names of indices are bits: first the slots of the class, and from `FIRST_BOUND` the indices that
     are summed. Of a sum with one product among its terms the product counts. A result that other
     products read, or a product that is read twice, is a factor of these, or is opened: both are
-    kept. A sum of products has no bound. What a slice, concatenation or gather reads counts as a
-    result, and what it gives as an input.
+    kept. Of a sum of several products each is made, if they have no common factor and no product
+    reads the sum. What a slice, concatenation or gather reads counts as a result, and what it
+    gives as an input.
 
     needed: the classes that the roots need. whole: those of which more than a part is needed.
     """
@@ -188,7 +189,7 @@ class _FlatProducts:
     def __init__(self, g: EGraph, region: Region, model: CostModel, needed: set[int]) -> None:
         self.g, self.region, self.model = g, region, model
         self.roots = set(region.roots)
-        self.whole, sliced = set(region.roots), Counter[int]()
+        self.whole, sliced = set(region.roots), defaultdict[int, float](float)
         for c in needed.difference(region.leaves):
             node = node_of(g, c)
             read = [a.cls for a in node.args]
@@ -205,6 +206,7 @@ class _FlatProducts:
         self.tops: list[tuple[int, Factors, Factors]] = []
         self.factors: dict[int, tuple[Factors, Factors]] = {}  # closed and opened
         self.sizes: list[Dim] = []  # of the indices that are summed
+        self.sums: dict[int, list[int]] = {}  # the products in each sum of several
 
     def _read(self, cls: int) -> list[int]:
         return [] if cls in self.region.leaves else [a.cls for a in node_of(self.g, cls).args]
@@ -215,8 +217,12 @@ class _FlatProducts:
         names = [*range(node.out), *bound]
         self.sizes += node.bound
         inner = [a for a in node.args if a.cls in self.factors]
-        if len({a.cls for a in inner}) < len(inner) or (node.op == ADD and len(inner) > 1):
+        if len({a.cls for a in inner}) < len(inner):
             return False
+        terms = [c for a in node.args for c in self.sums.get(a.cls, ())]
+        if terms or (node.op == ADD and len(inner) > 1):
+            self._add_sum(cls, [*terms, *[a.cls for a in inner]])
+            return not node.bound and (node.op == ADD or not inner)
         if node.bound:
             self.products.append(cls)
         elif not inner:
@@ -237,6 +243,14 @@ class _FlatProducts:
             self.tops.append((cls, *made))
             self.factors[cls] = [(cls, identity(node.out))], made[1]
         return True
+
+    def _add_sum(self, cls: int, terms: list[int]) -> None:
+        """Add a class that is elementwise in a sum of products, each of which is made."""
+        self.sums[cls] = terms
+        for c in terms:
+            if c not in self.roots and c not in self.shared:
+                self.tops.append((c, *self.factors[c]))
+            self.roots.add(c)
 
     def moves(self, cls: int, node: Node) -> bool:
         """Return True if no work is saved before or after a slice, concatenation or gather."""
@@ -260,17 +274,25 @@ class _FlatProducts:
         if not self.products or len({self.g.classes[c].dtype for c in factors}) > 1:
             return None
         parts = [
-            [(f, v.parts) for f, _ in closed if (v := values[f])] for _, closed, _ in self.tops
+            [(f, v.parts) for f, axes in closed if axes and (v := values[f])]
+            for _, closed, _ in self.tops
         ]
         if any(map(_repeats, parts)) or any(starmap(_repeats, combinations(parts, 2))):
             return None
+        held = {
+            top: frozenset().union(*[p for _, p in of])
+            for (top, *_), of in zip(self.tops, parts, strict=True)
+        }
+        for terms in self.sums.values():
+            if any(held[c] & held[other] for c, other in combinations(terms, 2)):
+                return None  # a common factor
         ways: dict[int, list[float]] = {}
-        for cls, *forms in self.tops:
-            ordered = [self._ordered(cls, form) for form in forms]
-            found = [s for s in ordered if s is not None]
-            if len(found) < len(ordered):
+        for cls, closed, opened in self.tops:
+            kept = self._ordered(cls, closed)
+            made = kept if closed == opened else self._ordered(cls, opened)
+            if kept is None or made is None:
                 return None
-            ways[cls] = found
+            ways[cls] = [kept, made]
         return self._least(ways)
 
     def _least(self, ways: Mapping[int, list[float]]) -> float | None:

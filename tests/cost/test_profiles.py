@@ -154,7 +154,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
     "rewriting.route_matching": {"MOST_SINGLE": SEARCH},
     "rewriting.scales": {"NOISE": NUMERICS},
-    "rewriting.search_bounds": {"FIRST_BOUND": CODE, "MOST_FACTORS": SEARCH, "MOST_PAIRS": SEARCH},
+    "rewriting.search_bounds": {
+        "FIRST_BOUND": CODE,
+        **dict.fromkeys(("MOST_FACTORS", "MOST_PAIRS", "MOST_SHARED"), SEARCH),
+    },
     "rules.cancellation": {"MOST_DIAGONALS": SEARCH},
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT, "LEAST_SIDE": SHAPE},

@@ -57,10 +57,29 @@ def test_a_large_product_among_a_thousand_scalars_is_found(monkeypatch):
     assert max(sizes) < 600  # the part of the region near the product
 
 
+def _rotated(q):
+    """Rotary positions (Su et al. 2021): halves of the features turn into each other."""
+    half = q.shape[1] // 2
+    angle = jnp.sin(jnp.arange(q.shape[0] * 1.0))[:, None]
+    return q * jnp.cos(angle) + jnp.concatenate([-q[:, half:], q[:, :half]], 1) * jnp.sin(angle)
+
+
+def _sum_of_products(x, u, w):
+    return x @ u + jnp.tanh(x) @ w
+
+
 PRODUCTS = {
     "in the best order": (lambda x, a, b, u, w: (x @ a) @ b, False),
     "scores": (lambda x, a, b, u, w: (x @ u + 1.0) @ (x @ w).T, False),
     "a gate": (lambda x, a, b, u, w: ((x @ u) * jnp.tanh(x @ u) * (x @ w)) @ u, False),
+    "rotated scores": (lambda x, a, b, u, w: _rotated(x @ u) @ _rotated(x @ w).T, False),
+    "a gather": (lambda x, a, b, u, w: (x[jnp.argsort(x[:, 0])] @ u) @ (x @ w).T, False),
+    "read twice": (lambda x, a, b, u, w: jnp.tanh((q := x @ u) @ w) @ jnp.tanh(x.T @ q), False),
+    "a sum of products": (lambda x, a, b, u, w: _sum_of_products(x, u, w), False),
+    "a part": (lambda x, a, b, u, w: (x @ u @ w)[:64], True),
+    "gathered": (lambda x, a, b, u, w: (x @ u @ w)[jnp.argsort(x[:64, 0])], True),
+    "low rank, read twice": (lambda x, a, b, u, w: jnp.tanh(x @ (q := a @ b)) @ (u @ q), True),
+    "a product of a sum": (lambda x, a, b, u, w: _sum_of_products(x, u, w) @ a, True),
     "in another order": (lambda x, a, b, u, w: x @ (a @ b), True),
     "low rank": (lambda x, a, b, u, w: x @ (u + a @ b), True),
     "a common factor": (lambda x, a, b, u, w: x @ u + x @ w, True),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair
 from symjax_rewrite.pallas_kernels.fold.fold import fold
 from symjax_rewrite.pallas_kernels.fold.reference import result_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import ColumnSums, FoldSpec, Sums
@@ -405,3 +406,27 @@ def test_row_algebra_reads_an_operand_of_a_fold_that_runs_apart():
     args = draw(8, D), draw(9, D, seed=1)
     ours, theirs = (jax.jit(jax.grad(f, (0, 1))) for f in (optimised, sharpness))
     assert_equivalent(ours, theirs, *args, rtol=2e-5)
+
+
+def test_a_stream_of_residuals_is_read_once(monkeypatch):
+    """A reduction on it walked down to the first layer: time grew as the square of the layers."""
+    opened = []
+    open_ = Pair.open
+    monkeypatch.setattr(Pair, "open", lambda pair, ref: opened.append(ref) or open_(pair, ref))
+
+    def network(x, weights):
+        for up, down in weights:
+            normal = (x - jnp.mean(x, -1, keepdims=True)) / jnp.std(x, -1, keepdims=True)
+            x = x + jnp.tanh(normal @ up) @ down
+        return x
+
+    def count(layers):
+        opened.clear()
+        up, down = (jax.ShapeDtypeStruct(s, "f4") for s in ((512, 2048), (2048, 512)))
+        sym_optimize(network).explain(
+            jax.ShapeDtypeStruct((1024, 512), "f4"), [(up, down)] * layers
+        )
+        return len(opened)
+
+    few, more, most = map(count, (4, 6, 8))
+    assert most - more == more - few > 0
