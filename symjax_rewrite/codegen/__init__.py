@@ -1,7 +1,7 @@
 """Code generation: chosen terms are converted back to JAX operations.
 
-May import `rewriting`, `cost`, `ir` and the folders below. Before: terms. After: equations, each
-with the name scope and the source line of the equation that it replaces.
+Before: terms. After: equations, each with the name scope and the source line of the equation that
+it replaces.
 
     Contract((x, (i, k)), (W, (k, j)))  →  dot_general(x, W)
 """

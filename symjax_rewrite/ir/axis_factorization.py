@@ -4,6 +4,8 @@ A union-find *with splitting* divides every axis of the program into atoms. A me
 ordered group of atoms, and an axis of size 1 is the empty group. Reshapes that split or merge axes
 (heads, groups, windows, repeats) then only rename atoms. Where two factorisations conflict (2·3
 against 3·2), the equation stays native.
+
+    x[n, 6] → reshape → y[n, 2, 3]  # atoms n, p = 2, q = 3: x has the axes n, (p, q); y has n, p, q
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 It has hash-consing, a union-find whose edges carry axis maps (Schneider et al., "Slotted E-Graphs",
 PLDI 2025), deferred rebuilding (Willsey et al., "egg", POPL 2021) and, for every node and union,
-the rule that made it. A class that turns out not to depend on an index loses that slot. May import
-`term` and `sizes`.
+the rule that made it. A class that turns out not to depend on an index loses that slot.
 """
 
 from __future__ import annotations

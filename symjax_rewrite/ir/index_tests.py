@@ -1,7 +1,4 @@
-"""Comparisons with an index (`x = i`, `i ≥ j + 2`), and values that are 1 where one holds.
-
-May import `egraph` and `primitives`.
-"""
+"""Comparisons with an index (`x = i`, `i ≥ j + 2`), and values that are 1 where one holds."""
 
 from __future__ import annotations
 

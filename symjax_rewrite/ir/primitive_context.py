@@ -1,4 +1,9 @@
-"""The context in which a primitive is lifted: operands, atoms, and a graph for new terms."""
+"""The context in which a primitive is lifted: operands, atoms, and a graph for new terms.
+
+A row of `primitives` is a function of a `Site`.
+
+    "exp": lambda s: s.add("map", ("exp", ()), (s.refs[0],))
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Products: contractions flattened through their factors.
 
 A class that is a contraction of contractions is one n-ary product `c · Σ_bound Π factors`. All laws
-of products (order, distribution, common factors, partial access) are stated on this form. May
-import `egraph`.
+of products (order, distribution, common factors, partial access) are stated on this form.
+
+    (a @ (2 * b)) @ c  →  2 · Σ_k Σ_l a[i, k]·b[k, l]·c[l, j]
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A value with axes is a function of its indices. A *term* has a small index space
 indices `0..out-1`, then bound indices `out..`. An *operand* is `(class, axes)`: for each slot of
 the class, the index it reads. So a transpose or a broadcast is no operation but another way to
 write indices (Mathematics of Arrays calls it psi reduction), and a diagonal is an index read twice.
-May import `sizes`.
+
+    y = (a @ b).T  # class 2: contract over k of a[i, k]·b[k, j]; y is class 2 read at (j, i)
 """
 
 from __future__ import annotations

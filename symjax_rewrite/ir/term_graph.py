@@ -2,6 +2,8 @@
 
 Every value has a reference into the graph over the value's own atom positions. Equations without a
 row in `primitives` or `indexing_primitives`, or whose axes do not line up, become native nodes.
+
+    u = a.T; v = u @ b; w = sort(v)  # u is no node; v: contract a[k, i]·b[k, j]; w: a native node
 """
 
 from __future__ import annotations

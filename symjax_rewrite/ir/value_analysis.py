@@ -2,7 +2,7 @@
 
 A union is symmetric, so an unsafe or partial law never makes one: exp(a+b) = exp a·exp b, a/a = 1
 or a dropped max shift would let extraction replace a stable form by an unstable form. These laws
-are stated here as facts, which are read and never written back. May import `egraph` and `dataflow`.
+are stated here as facts, which are read and never written back.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Two results of loops get one number if the slices of the loops that compute them are the same
 equations, regardless of the other values of the loops. Carries are named in the order in which a
 slice reads them, so that a program that JAX derives again can be recognised in a larger program.
+
+    a = sin(x); b = sin(y) with y = x  →  a and b have one number
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Loops: their normal form, hoisting, fusion, rematerialisation, and recurrences in them.
 
-May import `rewriting.rule`, `cost`, `ir` and the folders below. Before: scan and while equations.
-After: loops that compute less in each step.
+Before: scan and while equations. After: loops that compute less in each step.
 
     scan(h ← tanh((A @ B) @ h + W @ x_t))
     → AB = A @ B; Wx = x @ W.T; scan(h ← tanh(AB @ h + Wx_t))

@@ -1,4 +1,10 @@
-"""Loops that compute trees of affine steps, and the derivatives of such trees."""
+"""Loops that compute trees of affine steps, and the derivatives of such trees.
+
+A backward loop computes the cotangents of b and of a.
+
+    lax.associative_scan(combine, (a, b))  →  for a_t, b_t in a, b: h ← a_t·h + b_t
+    its vjp at g                           →  backwards: G ← g_t + a_{t+1}·G; results G, G·h_{t-1}
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Optimisation of the bodies of loops, branches and remat, each as a program of its own."""
+"""Optimisation of the bodies of loops, branches and remat, each as a program of its own.
+
+A body is optimised with all passes, and the equation that holds it gets the new body.
+
+    cond(p, lambda: x @ (W + A @ B), …)  →  cond(p, lambda: x @ W + (x @ A) @ B, …)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Changed loops as parts and candidates of a program."""
+"""Changed loops as parts and candidates of a program.
+
+A pass reads an equation as a `Loop`, changes it, and yields the loop and what has left it.
+
+    yield candidate(loop_part(loop, motion), names=["loop_invariant"])
+"""
 
 from __future__ import annotations
 

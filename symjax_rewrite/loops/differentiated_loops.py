@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Replacement
@@ -31,7 +30,7 @@ from symjax_rewrite.ir.value_numbering import ValueNumbers
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.changes import candidate
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.loop import Loop, get, run_equations
+from symjax_rewrite.loops.loop import Loop, get, run_equations, scanned
 from symjax_rewrite.loops.loop_optimizer import Routed, before_derivatives
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.loops.rematerialization import fused_pair
@@ -58,11 +57,7 @@ class DifferentiatedLoops:
             return
         route = lambda loop: self.route(loop, context.options, context.device)  # noqa: E731
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
-        scans = [e for e in program.equations if e.name == "scan" and not e.eqn.effects]
-        if len(scans) < 2:
-            return
-        around = Surroundings(program)
-        for there, back in loop_pairs(scans, around):
+        for around, there, back in loop_pairs(program):
             pair = _LoopAndGradient(around, there, back)
             if _improved(pair.loop(), context.device, route) is None or pair.fuses():
                 continue
@@ -90,8 +85,12 @@ def _may_sink(maker: Equation | None) -> bool:
     return maker is not None and not maker.eqn.effects and maker.name in ELEMENTWISE | VIEWS
 
 
-def loop_pairs(scans: list[Equation], around: Surroundings) -> Iterator[tuple[Equation, Equation]]:
-    """Yield the loops with the one loop that reads their results in the other direction."""
+def loop_pairs(program: Program) -> Iterator[tuple[Surroundings, Equation, Equation]]:
+    """Yield the scans with the one scan that reads their results in the other direction."""
+    scans = [e for e in program.equations if e.name == "scan" and not e.eqn.effects]
+    if len(scans) < 2:
+        return
+    around = Surroundings(program)
     for there in scans:
         mine = there.eqn.params
         readers = {id(u): u for v in there.outvals for u in around.users.get(v, ())}
@@ -103,7 +102,7 @@ def loop_pairs(scans: list[Equation], around: Surroundings) -> Iterator[tuple[Eq
             and u.eqn.params["reverse"] != mine["reverse"]
         ]
         if len(back) == 1:
-            yield there, back[0]
+            yield around, there, back[0]
 
 
 @dataclass(slots=True)
@@ -182,8 +181,8 @@ class _LoopAndGradient:
 
     def _run(self, known: dict[int, Any]) -> list[Any]:
         """Return the results of the loop; every step also runs the sunk equations."""
-        p, (n, m) = self.there.eqn.params, jax_internals.scan_counts(self.there.eqn)
-        avals = p["jaxpr"].in_avals[n : n + m]
+        body, (n, m) = self.there.eqn.params["jaxpr"], jax_internals.scan_counts(self.there.eqn)
+        avals = body.in_avals[n : n + m]
 
         def typed(carry: Sequence[Any]) -> list[Any]:
             return [jax_internals.with_aval(x, a) for x, a in zip(carry, avals, strict=True)]
@@ -192,18 +191,13 @@ class _LoopAndGradient:
             env = dict(known)
             run_equations(self.sunk, env)
             consts = [get(env, v) for v in self.there.invals[:n]]
-            outs = jax_internals.eval_jaxpr(p["jaxpr"], *consts, *carry, *xs)
+            outs = jax_internals.eval_jaxpr(body, *consts, *carry, *xs)
             return typed(outs[:m]), outs[m:]
 
         env = dict(known)
         run_equations(self.sunk, env)
         given = [get(env, v) for v in self.there.invals[n:]]
-        length, unroll = p["length"], p["unroll"]
-        with jax_internals.equation_scope(self.there.eqn):
-            finals, ys = lax.scan(
-                step, typed(given[:m]), given[m:], length, p["reverse"], unroll=unroll
-            )
-        return [*finals, *ys]
+        return scanned(self.there, step, typed(given[:m]), given[m:])
 
     def is_derived(self, known: ValueNumbers, numbered: dict[int, int]) -> bool:
         """Return True if JAX makes the backward loop of the loop; find the cotangents.

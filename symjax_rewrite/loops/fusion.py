@@ -3,6 +3,9 @@
 `exp(Δ·A)` for all steps, computed before a scan and read step by step, is computed inside the scan
 from Δ and A. States that are only read as `C·h` are read inside the scan. An equation is fused if
 it works on every step separately and fewer bytes are read or written after fusion.
+
+    a = exp(Δ * A); for a_t in a: h ← a_t * h; results h; y = sum(h * C, 1)
+    → for Δ_t, C_t in Δ, C: h ← exp(Δ_t * A) * h; results y_t = sum(h * C_t)
 """
 
 from __future__ import annotations
@@ -143,9 +146,7 @@ class Fusion:
             return found
         made = self._steps_of(v, axis)
         if made is not None and self._operand_cost(*made) < self.around.bytes(v):
-            e, axes = made
-            reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
-            new = self.loop.graft(resized(e.eqn, axis), reads)
+            new = self._grafted(*made, axis)
         else:
             aval = self.around.program.avals[v]
             shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
@@ -153,6 +154,11 @@ class Fusion:
             self.loop.sources[new] = Source(v, axis, kept=True)
         self.stepped[v, axis] = new
         return new
+
+    def _grafted(self, e: Equation, axes: Axes, axis: int) -> Value:
+        """Add one step of an equation to the body; return the value of the step."""
+        reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
+        return self.loop.graft(resized(e.eqn, axis), reads)
 
     def _operand(self, v: Value, axis: int | None) -> Value:
         if not isinstance(v, int):
@@ -282,9 +288,7 @@ class Fusion:
             w = e.outvals[0]
             if (w, out) in self.stepped:
                 continue
-            reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
-            made = self.loop.graft(resized(e.eqn, out), reads)
-            self.stepped[w, out] = made
+            made = self.stepped[w, out] = self._grafted(e, axes, out)
             if self._goes_on(w, out):
                 self._read_inside(w, out)
             else:

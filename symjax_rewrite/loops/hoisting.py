@@ -5,6 +5,9 @@ steps at once before the loop (the input projections of an LSTM become one produ
 results depend on runs for all steps after the loop. Only contractions and other expensive
 primitives are hoisted, because elementwise work is cheaper where it is fused. The bytes that
 hoisted work may write are bounded.
+
+    for x_t in x: h ← tanh(x_t @ W + h @ (A @ B))
+    → p = x @ W; C = A @ B; for p_t in p: h ← tanh(p_t + h @ C)
 """
 
 from __future__ import annotations

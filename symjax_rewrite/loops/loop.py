@@ -8,7 +8,7 @@ loop out again with `lax.scan`, after passes have changed its body.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -256,6 +256,20 @@ def run_equations(equations: Sequence[Equation], env: dict[int, Any]) -> None:
 def get(env: dict[int, Any], v: Value) -> Any:
     """Return a value by its number, or a literal."""
     return env[v] if isinstance(v, int) else v.val
+
+
+Step = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+
+
+def scanned(e: Equation, step: Step, starts: Iterable[Any], xs: Iterable[Any]) -> list[Any]:
+    """Run a scan with another body; `step` maps carries and the operands of a step to results."""
+    params = e.eqn.params
+    kept = {
+        k: params[k] for k in ("length", "reverse", "unroll", "_split_transpose") if k in params
+    }
+    with jax_internals.equation_scope(e.eqn):
+        carry, ys = lax.scan(step, list(starts), list(xs), **kept)
+    return [*carry, *ys]
 
 
 def stage(

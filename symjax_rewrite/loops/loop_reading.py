@@ -1,4 +1,9 @@
-"""Reading of `scan` and `while` equations as loops, and of the numbers that their counters have."""
+"""Reading of `scan` and `while` equations as loops, and of the numbers that their counters have.
+
+A `while` whose condition reads one counter is a loop of known length.
+
+    while i < 9: (i, h) ← (i + 2, f(h))  →  5 steps h ← f(h), where i is 0, 2, …, 8
+"""
 
 from __future__ import annotations
 

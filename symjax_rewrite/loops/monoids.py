@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -142,66 +143,39 @@ def _deviations_total(d: Any, count: Pair, x: Pair, y: Pair) -> Any:
 
 def _first(sign: int, d: Any, base: Pair) -> Pair:
     """Return the states at the first extremum before a NaN, and the extremum."""
-    x, end = base[0], sign * -jnp.inf
+    x = base[0]
     steps = lax.broadcasted_iota(np.int32, x.shape, 0)
     if jnp.issubdtype(x.dtype, jnp.inexact):
         known = jnp.min(jnp.where(jnp.isnan(x), steps, len(x)), 0)
-        x = jnp.where(steps < known, x, end)
-        best = jnp.max(x, 0) if sign > 0 else jnp.min(x, 0)
-    else:
-        best = jnp.max(x, 0) if sign > 0 else jnp.min(x, 0)
+        x = jnp.where(steps < known, x, sign * -jnp.inf)
+    best = jnp.max(x, 0) if sign > 0 else jnp.min(x, 0)
     place = jnp.min(jnp.where(x == best, steps, len(x) - 1), 0)
     place = place.reshape(1, *place.shape, *[1] * (d.ndim - 1 - place.ndim))
     return jnp.take_along_axis(d, place, 0, mode="clip")[0], best
 
 
+_extremum = partial(CarryMonoid, selects=True, kinds="fiu")
+
+
+def _kept(extremum: str, sign: int, law: Callable[..., Any]) -> CarryMonoid:
+    """Return the monoid of a value that is kept with an extremum."""
+    total = partial(_first, sign)
+    rest = {"selects": True, "is_empty_with_base": False, "kinds": "fiub"}
+    return CarryMonoid(f"kept with {extremum}", 0, law, total, (extremum,), **rest)
+
+
 MONOIDS = (
     CarryMonoid("sum", 0, lambda o, c, d: c + d, _sum, kinds="fiu"),
+    _extremum("greatest", -math.inf, lambda o, c, d: o.greatest(c, d), lambda d: jnp.max(d, 0)),
+    _extremum("least", math.inf, lambda o, c, d: o.least(c, d), lambda d: jnp.min(d, 0)),
     CarryMonoid(
-        "greatest",
-        -math.inf,
-        lambda o, c, d: o.greatest(c, d),
-        lambda d: jnp.max(d, 0),
-        selects=True,
-        kinds="fiu",
-    ),
-    CarryMonoid(
-        "least",
-        math.inf,
-        lambda o, c, d: o.least(c, d),
-        lambda d: jnp.min(d, 0),
-        selects=True,
-        kinds="fiu",
-    ),
-    CarryMonoid(
-        "logsumexp",
-        -math.inf,
-        lambda o, c, d: o.logaddexp(c, d),
-        lambda d: jax.nn.logsumexp(d, 0),
+        "logsumexp", -math.inf, lambda o, c, d: o.logaddexp(c, d), lambda d: jax.nn.logsumexp(d, 0)
     ),
     CarryMonoid(
         "rescaled sum", 0, _rescaled, lambda d, base: _sum(d * OnArrays.decay(*base)), ("greatest",)
     ),
-    CarryMonoid(
-        "kept with greatest",
-        0,
-        lambda o, c, d, base: o.where(o.greater(base[1], base[0]), d, c),
-        lambda d, base: _first(1, d, base),
-        ("greatest",),
-        selects=True,
-        is_empty_with_base=False,
-        kinds="fiub",
-    ),
-    CarryMonoid(
-        "kept with least",
-        0,
-        lambda o, c, d, base: o.where(o.greater(base[0], base[1]), d, c),
-        lambda d, base: _first(-1, d, base),
-        ("least",),
-        selects=True,
-        is_empty_with_base=False,
-        kinds="fiub",
-    ),
+    _kept("greatest", 1, lambda o, c, d, base: o.where(o.greater(base[1], base[0]), d, c)),
+    _kept("least", -1, lambda o, c, d, base: o.where(o.greater(base[0], base[1]), d, c)),
     CarryMonoid("mean", 0, _mean, lambda d, n: _sum(d * OnArrays.share(*n)), ("sum",)),
     CarryMonoid("deviations", 0, _deviations, _deviations_total, ("sum", "mean", "mean")),
 )

@@ -4,6 +4,8 @@ A counter becomes a number known at every step. `x[i]` with such a number become
 step, and `out[i] = y` a result of the step. Carries that never change become loop-invariant.
 Carries that are always equal become one carry; they are found by partition refinement. Equal
 equations become one equation, and dead equations are removed. Every change is exact.
+
+    (i, s, out) ← (i + 1, s + x[i], out.at[i].set(s))  →  for x_t in x: s ← s + x_t; result s
 """
 
 from __future__ import annotations

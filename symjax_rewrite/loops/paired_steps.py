@@ -29,7 +29,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
 from symjax_rewrite.loops.changes import part_of
 from symjax_rewrite.loops.differentiated_loops import loop_pairs
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.loop import Loop, get, run_equations
+from symjax_rewrite.loops.loop import Loop, get, run_equations, scanned
 from symjax_rewrite.loops.loop_optimizer import Routed
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.loops.program_partition import (
@@ -39,7 +39,7 @@ from symjax_rewrite.loops.program_partition import (
     smallest_split,
     without_barrier,
 )
-from symjax_rewrite.loops.sunk_operands import Sinkable, scanned
+from symjax_rewrite.loops.sunk_operands import Sinkable
 from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RECOMPUTATION, REDUNDANCY
 
@@ -61,12 +61,9 @@ class PairedSteps:
         """
         if not (context.has(RECOMPUTATION) and context.reorders()):
             return
-        scans = [e for e in program.equations if e.name == "scan" and not e.eqn.effects]
-        if len(scans) < 2:
-            return
-        around, loops = Surroundings(program), context.device.loops
+        loops = context.device.loops
         sinkable = Sinkable(program, loops.least_unwritten_bytes)
-        for there, back in loop_pairs(scans, around):
+        for around, there, back in loop_pairs(program):
             length, pair = there.eqn.params["length"], _Pair(there, back, around, sinkable)
             if not isinstance(length, int) or pair.hidden_bytes < loops.least_unwritten_bytes:
                 continue

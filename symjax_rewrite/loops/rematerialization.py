@@ -4,6 +4,9 @@ Reverse mode stores residuals of every step of a loop for its backward loop. If 
 costs less than writing and reading them, only the carries at the starts of blocks are stored. The
 backward loop recomputes the steps of a block in a cache and then runs back over them (Griewank
 1992; Chen et al. 2016, "Training deep nets with sublinear memory cost").
+
+    forward: h ← f(h), store r(h) of every step; backward: g ← b(g, r_t)
+    → forward: store h of every k-th step; backward, by block: h ← f(h), keep k r(h); g ← b(g, r_t)
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A step has the equations of the first unrolled step. It receives the array entries that the steps
 read, and the carries of the step before.
+
+    h = f(h, x[0]); h = f(h, x[1]); …; h = f(h, x[n-1])  →  for x_t in x: h ← f(h, x_t)
 """
 
 from __future__ import annotations

@@ -7,24 +7,22 @@ causal mask. Such an array is computed in the body again, from what it was made 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.loops.loop import get, run_equations
+from symjax_rewrite.loops.loop import get, run_equations, scanned
 from symjax_rewrite.loops.program_partition import FUSED
 
 LEAST_RATIO = 8  # bytes of an operand per byte that it is made of
 MAX_DEPTH = 40  # equations followed in a row
-
-Step = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 class Sinkable:
@@ -32,8 +30,12 @@ class Sinkable:
 
     def __init__(self, program: Program, least_bytes: float) -> None:
         self.program, self.least_bytes = program, least_bytes
-        self.makers = makers_of(program.equations)
         self.costs: dict[int, float] = {}
+
+    @functools.cached_property
+    def makers(self) -> dict[int, Equation]:
+        """Return the equation that makes each value."""
+        return makers_of(self.program.equations)
 
     def _bytes(self, v: int) -> float:
         return aval_bytes(self.program.avals[v])
@@ -111,17 +113,6 @@ def with_sunk_operands(e: Equation, sinkable: Sinkable) -> Equation | None:
 def _body(e: Equation) -> ClosedJaxpr:
     (spot,) = jax_internals.optimisable_bodies(e.eqn)
     return spot.body
-
-
-def scanned(e: Equation, step: Step, starts: Iterable[Any], xs: Iterable[Any]) -> list[Any]:
-    """Run a scan with another body; `step` maps carries and the operands of a step to results."""
-    params = e.eqn.params
-    kept = {
-        k: params[k] for k in ("length", "reverse", "unroll", "_split_transpose") if k in params
-    }
-    with jax_internals.equation_scope(e.eqn):
-        carry, ys = lax.scan(step, list(starts), list(xs), **kept)
-    return [*carry, *ys]
 
 
 def _remat(e: Equation, body: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,6 @@
 """Equality saturation: rules, matching, regions of the program, extraction of the cheapest form.
 
-May import `cost`, `ir` and the folders below. Before: terms as they were written. After: for each
-region, equal terms that cost less.
+Before: terms as they were written. After: for each region, equal terms that cost less.
 
     x @ (W + A @ B)  →  x @ W + (x @ A) @ B
 """

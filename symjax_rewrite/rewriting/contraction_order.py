@@ -190,12 +190,7 @@ class _Orders:
         self, ids: list[int], local: list[int]
     ) -> tuple[Callable[[int], int], Callable[[int, int], bool] | None]:
         """Return functions of subsets of factors: the kept indices, and if two are one product."""
-        full = (1 << len(local)) - 1
-
-        @functools.cache
-        def union(subset: int) -> int:
-            low = subset & -subset
-            return union(subset ^ low) | local[low.bit_length() - 1] if subset else 0
+        full, union = (1 << len(local)) - 1, _unions(local)
 
         @functools.cache
         def kept(subset: int) -> int:
@@ -226,6 +221,17 @@ class _Orders:
         return kept, is_square
 
 
+def _unions(masks: Sequence[int]) -> Callable[[int], int]:
+    """Return a function of a subset of some masks, as a bit set, that gives their union."""
+
+    @functools.cache
+    def union(subset: int) -> int:
+        low = subset & -subset
+        return union(subset ^ low) | masks[low.bit_length() - 1] if subset else 0
+
+    return union
+
+
 def _components(factors: Sequence[int]) -> list[list[int]]:
     """Return the factors in groups that share indices, directly or through other factors."""
     left = list(range(len(factors)))
@@ -251,11 +257,7 @@ def _connected_pairs(factors: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     edges = [
         sum(1 << j for j in range(n) if j != i and f & factors[j]) for i, f in enumerate(factors)
     ]
-
-    @functools.cache
-    def touched(subset: int) -> int:
-        low = subset & -subset
-        return touched(subset ^ low) | edges[low.bit_length() - 1] if subset else 0
+    touched = _unions(edges)
 
     def grown(subset: int, banned: int) -> Iterator[int]:
         """Yield the subset, and every connected superset of it without banned factors."""

@@ -1,9 +1,8 @@
 """Rules, and the context in which a rule is applied.
 
-May import terms, the e-graph and cost. There are three kinds of rules. All are values, and none is
-registered at import. Axioms are laws of the calculus. Lemmas are pairs of JAX functions, derivable
-from the axioms. Routes have a set of terms on the left and a kernel on the right (see `route`).
-Packs of rules compose with `+`.
+There are three kinds of rules. All are values, and none is registered at import. Axioms are laws of
+the calculus. Lemmas are pairs of JAX functions, derivable from the axioms. Routes have a pattern on
+the left and a kernel on the right (see `route`). Packs of rules compose with `+`.
 """
 
 from __future__ import annotations

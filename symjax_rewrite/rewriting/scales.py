@@ -1,12 +1,12 @@
 """Placement of the numbers in a product: the factor with which each number is multiplied.
 
-May import products and their order. `m · ((G·K) @ m)` with K = 1e-11, m = 1e24 is finite in
-float32, but `G · (m · (K @ m))` is infinite. A number below 1 keeps the factor that it scales in
-range. Every product with that factor must therefore contain the number. The number is multiplied
-with that factor, or with the first factor that this factor is multiplied with, whichever is
-smaller: `(s·W) @ x = W @ (s·x)` still saves the pass over W. A number above 1 is multiplied last:
-no partial product is then larger than the written product, and the result is the same. A number
-stays at its written factor if it is so far from 1 that another factor could be flushed to zero.
+`m · ((G·K) @ m)` with K = 1e-11, m = 1e24 is finite in float32, but `G · (m · (K @ m))` is
+infinite. A number below 1 keeps the factor that it scales in range. Every product with that factor
+must therefore contain the number. The number is multiplied with that factor, or with the first
+factor that this factor is multiplied with, whichever is smaller: `(s·W) @ x = W @ (s·x)` still
+saves the pass over W. A number above 1 is multiplied last: no partial product is then larger than
+the written product, and the result is the same. A number stays at its written factor if it is so
+far from 1 that another factor could be flushed to zero.
 """
 
 from __future__ import annotations
