@@ -16,7 +16,7 @@ from symjax_rewrite.ir.products import Product, expand_node, is_half, product_no
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom, built
 from symjax_rewrite.rules.cancellation import is_sum_of_products
 
 
@@ -36,8 +36,7 @@ def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if p in seen or not _worth(ctx, p, node):
             continue
         seen.add(p)
-        if (ref := r.ordered(p)) is not None:
-            yield ref
+        yield from built(r.ordered, p)
 
 
 def openers(ctx: RuleContext, cls: int, node: Node) -> list[Callable[[int], bool]]:

@@ -14,7 +14,13 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.product_trees import count_unread
 from symjax_rewrite.rewriting.right_side import RightSide
-from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import (
+    DISTRIBUTIVITY,
+    NotBuiltError,
+    RuleContext,
+    axiom,
+    built,
+)
 from symjax_rewrite.rewriting.scales import apart, shared_power
 from symjax_rewrite.rules.cancellation import (
     cannot_cancel,
@@ -59,8 +65,8 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             ctx.refuse("distribute", Obstacle.CANCELLATION("squares of sums cancel"), cls)
         elif not steady and not is_safe(ctx, f.cls, total):
             ctx.refuse("distribute", Obstacle.CANCELLATION("terms of unknown sign may cancel"), cls)
-        elif (ref := _distributed(RightSide.of(ctx, distribute, cls), p, k, total)) is not None:
-            yield ref
+        else:
+            yield from built(_distributed, RightSide.of(ctx, distribute, cls), p, k, total)
 
 
 def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> bool:
@@ -81,17 +87,14 @@ def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> b
     return False
 
 
-def _distributed(r: RightSide, p: Product, k: int, total: Node) -> Ref | None:
+def _distributed(r: RightSide, p: Product, k: int, total: Node) -> Ref:
     terms = []
     for coefficient, arg in zip(total.attr, total.args, strict=True):
         inner = flattest(r.g, arg.cls)
         inner = inner._replace(coefficient=inner.coefficient * coefficient)
         inner = with_scale(inner, coefficient, r.dtype)
-        parted = apart(splice(p, k, arg.over(p.factors[k].axes), inner))
-        ref = r.ordered(parted[1]) if parted else None
-        if parted is None or ref is None:
-            return None
-        terms.append((parted[0], ref))
+        outer, opened = apart(splice(p, k, arg.over(p.factors[k].axes), inner))
+        terms.append((outer, r.ordered(opened)))
     return r.sum(*terms)
 
 
@@ -245,9 +248,7 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         key = (tuple(t.number for t in group), tuple(sorted(shared)))
         if key not in seen:
             seen.add(key)
-            ref = _factored(r, node, group, shared)
-            if ref is not None:
-                yield ref
+            yield from built(_factored, r, node, group, shared)
 
 
 class _Term(NamedTuple):
@@ -325,23 +326,17 @@ def _renaming(mine: Axes, theirs: Axes, known: Renaming, out: int) -> Renaming |
     return found if len(set(found.values())) == len(found) else None
 
 
-def _factored(r: RightSide, node: Node, group: list[_Term], shared: Match) -> Ref | None:
+def _factored(r: RightSide, node: Node, group: list[_Term], shared: Match) -> Ref:
     """Return Σ shared·(Σ of remainders) + the other terms."""
     lead, out = group[0], len(r.out)
     common = [lead.factors[row[0]] for row in shared]
     bound = tuple(dict.fromkeys([i for f in common for i in f.axes if i >= out]))
     power = shared_power([t.coefficient for t in group], r.dtype)
     rest = _remainder(r, group, shared, common, bound, power)
-    if rest is None:
-        return None
     mixed = any(len({i < out for i in f.axes}) > 1 for f in common)
     if bound and not mixed and _is_made(r.ctx, rest):
-        reason = "fused sums would become a vector times a matrix that is made for it"
-        r.refuse(reason)
-        return None
+        raise r.refused("fused sums would become a vector times a matrix that is made for it")
     product = r.product((*common, rest), bound, precision=lead.precision)
-    if product is None:
-        return None
     inside = {t.number for t in group}
     others = [k for k in range(len(node.args)) if k not in inside]
     if not others:
@@ -358,7 +353,7 @@ def _is_made(ctx: RuleContext, rest: Ref) -> bool:
 
 def _remainder(
     r: RightSide, group: list[_Term], shared: Match, common: list[Ref], bound: Axes, power: float
-) -> Ref | None:
+) -> Ref:
     """Return the sum of the terms without the shared factors, divided by `power`.
 
     The sum is over its outputs and the summed indices `bound` of the shared factors.
@@ -366,39 +361,37 @@ def _remainder(
     terms, storages = [], set[str]()
     for n, t in enumerate(group):
         taken = [row[n] for row in shared]
-        renamed: Renaming | None = {}
+        renamed: Renaming = {}
         for k, f in zip(taken, common, strict=True):
-            theirs = t.factors[k].axes
-            renamed = None if renamed is None else _renaming(theirs, f.axes, renamed, len(r.out))
-        if renamed is None:
-            return None
+            found = _renaming(t.factors[k].axes, f.axes, renamed, len(r.out))
+            if found is None:
+                raise NotBuiltError
+            renamed = found
         own = [b for b in t.bound if b not in renamed]
         names = {i: i for i in (*r.out, *own)} | renamed
         left = [f.over(names) for k, f in enumerate(t.factors) if k not in taken]
-        made = _left_over(r, left, (*r.out, *bound), own, t.precision)
-        if made is None:
-            return None
+        count, made = _left_over(r, left, (*r.out, *bound), own, t.precision)
         storages.update(r.ctx.storage(f.cls) for f in left)
         coefficient = t.coefficient if power == 1 else t.coefficient / power
-        terms.append((made[1], coefficient * made[0]))
+        terms.append((made, coefficient * count))
     if len(storages) > 1:
-        r.refuse(Obstacle.STORAGE(f"weights stored differently ({', '.join(sorted(storages))})"))
-        return None
+        stored = ", ".join(sorted(storages))
+        raise r.refused(Obstacle.STORAGE(f"weights stored differently ({stored})"))
     total, ring = _Terms(), is_ring(r.dtype)
-    return r.sum(*total.pairs()) if all(total.put(ref, k, ring) for ref, k in terms) else None
+    if not all(total.put(ref, k, ring) for ref, k in terms):
+        raise NotBuiltError
+    return r.sum(*total.pairs())
 
 
 def _left_over(
     r: RightSide, left: list[Ref], out: Axes, own: list[int], precision: Any
-) -> tuple[Any, Ref] | None:
+) -> tuple[Any, Ref]:
     """Return a count and a product over `out`, without the factors that are taken out."""
     if not left:
         counted = count_unread(Product(1, (), 0, tuple(r.sizes[b] for b in own)), r.dtype)
-        return counted and (counted.coefficient, r.const(1 if is_ring(r.dtype) else 1.0))
+        return counted.coefficient, r.const(1 if is_ring(r.dtype) else 1.0)
     if len(left) > 1 and not all(r.ctx.frozen(f.cls) for f in left):
         read = sorted({i for f in left for i in f.axes if i in out})
         if r.ctx.count(r.sizes[i] for i in read) > sum(r.ctx.elements(f.cls) for f in left):
-            r.refuse(Obstacle.CONFLICT("a low-rank product would become dense"))
-            return None
-    ref = r.product(left, own, precision=precision, out=out)
-    return None if ref is None else (1, ref)
+            raise r.refused(Obstacle.CONFLICT("a low-rank product would become dense"))
+    return 1, r.product(left, own, precision=precision, out=out)

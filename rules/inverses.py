@@ -13,7 +13,7 @@ from symjax_rewrite.ir.products import Product, expand_node, flattest
 from symjax_rewrite.ir.term import CONTRACT, DELTA, INVERSE, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
-from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom, built
 
 
 @axiom(
@@ -96,8 +96,7 @@ def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if matrix is None or len(set(f.axes)) != 2 or len(summed) != 1 or len(p.factors) < 2:
             continue
         r = RightSide.of(ctx, solve_instead, cls, p.bound)
-        ref = _solved(r, p, k, matrix, summed[0])
-        if ref is not None:
+        for ref in built(_solved, r, p, k, matrix, summed[0]):
             yield r.scaled(p.coefficient, ref)
 
 
@@ -113,8 +112,6 @@ def _solved(r: RightSide, p: Product, k: int, matrix: Ref, summed: int) -> Ref |
     bound = [i for i in p.summed if i != summed]
     moved = [f.moved(summed, free) for f in rest]
     right = r.product(moved, bound, precision=p.precision)
-    if right is None:
-        return None
     args = (matrix, right.moved(free, summed))
     return r.term(SOLVE, args, out=r.out, summed=(summed,))
 

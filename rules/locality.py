@@ -20,10 +20,10 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import Entry, RightSide
-from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, axiom, built
 
 
-def _applied(r: RightSide, inner: Node, args: Sequence[Ref], summed: Sequence[int]) -> Ref | None:
+def _applied(r: RightSide, inner: Node, args: Sequence[Ref], summed: Sequence[int]) -> Ref:
     """Return the operation of a node, applied to parts of its operands."""
     if inner.op == CONTRACT and inner.bound:
         return r.product(args, summed, precision=inner.attr)
@@ -39,17 +39,18 @@ def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if reason.rule == "contraction_order":
             continue
         r = RightSide.of(ctx, partial_access, cls, inner.bound)
-        ref = None
-        if inner.op in (CONTRACT, ADD, MAP, REDUCE):
-            summed = [*r.sizes][len(r.out) :]
-            entries = by_slot | {inner.out + k: (None, i) for k, i in enumerate(summed)}
-            ref = _applied(r, inner, [r.sliced(a, entries) for a in inner.args], summed)
-        elif inner.op == SLICE:
-            ref = _composed(r, by_slot, inner)
-        elif inner.op == CONCAT:
-            ref = _within_block(r, inner, by_slot)
-        if ref is not None:
-            yield ref
+        yield from built(_part, r, inner, by_slot)
+
+
+def _part(r: RightSide, inner: Node, by_slot: dict[int, Entry]) -> Ref | None:
+    """Return a slice of a node, as a term of slices of its operands."""
+    if inner.op in (CONTRACT, ADD, MAP, REDUCE):
+        summed = [*r.sizes][len(r.out) :]
+        entries = by_slot | {inner.out + k: (None, i) for k, i in enumerate(summed)}
+        return _applied(r, inner, [r.sliced(a, entries) for a in inner.args], summed)
+    if inner.op == SLICE:
+        return _composed(r, by_slot, inner)
+    return _within_block(r, inner, by_slot) if inner.op == CONCAT else None
 
 
 def _composed(r: RightSide, by_slot: dict[int, Entry], inner: Node) -> Ref | None:
@@ -119,11 +120,11 @@ def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         }
         read = [i if i < node.out else beyond + i - node.out for i in source.axes]
         over = [ctx.g.find(a).over([*read, *summed]) for a in inner.args]
-        ref = _applied(r, inner, [_gathered(r, a, inside, selected) for a in over], summed)
-        if ref is not None and mode == "fill":
-            ref = _filled(r, ref, node)
-        if ref is not None:
-            yield ref
+        args = [_gathered(r, a, inside, selected) for a in over]
+        for ref in built(_applied, r, inner, args, summed):
+            filled = _filled(r, ref, node) if mode == "fill" else ref
+            if filled is not None:
+                yield filled
 
 
 def _gathered(r: RightSide, a: Ref, inside: tuple, selected: dict[int, tuple]) -> Ref:
@@ -175,16 +176,15 @@ def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             index = ctx.g.find(arg).axes[inner.attr[0]]
             if sum(i == index for f in p.factors for i in f.axes if f == p.factors[k]) != 1:
                 continue
-            ref = _by_blocks(RightSide.of(ctx, block_products, cls, p.bound), p, k, inner, index)
-            if ref is not None:
-                yield ref
+            r = RightSide.of(ctx, block_products, cls, p.bound)
+            yield from built(_by_blocks, r, p, k, inner, index)
 
 
 def _all_ints(sizes: tuple[Dim, ...]) -> bool:
     return all(isinstance(s, int) and s > 0 for s in sizes)
 
 
-def _by_blocks(r: RightSide, p: Product, k: int, inner: Node, index: int) -> Ref | None:
+def _by_blocks(r: RightSide, p: Product, k: int, inner: Node, index: int) -> Ref:
     source, blocks = r.g.find(p.factors[k]), inner.attr[1]
     refs = []
     for part, begin, size in zip(inner.args, _starts(blocks), blocks, strict=True):
@@ -192,10 +192,7 @@ def _by_blocks(r: RightSide, p: Product, k: int, inner: Node, index: int) -> Ref
         block = _Block(r, index, begin, size)
         factors = [own if j == k else block.of(f) for j, f in enumerate(p.factors)]
         zero = any(r.ctx.is_zero(f.cls) for f in factors)
-        ref = r.zero() if zero else block.product(p, factors)
-        if ref is None:
-            return None
-        refs.append(ref)
+        refs.append(r.zero() if zero else block.product(p, factors))
     if index < p.out:
         return r.term(CONCAT, refs, (index, blocks), out=r.out)
     terms = [ref for ref in refs if not r.ctx.is_zero(ref.cls)] or refs[:1]
@@ -230,7 +227,7 @@ class _Block:
                     return self.r.sliced(inner.args[k], by_slot | {target: (None, index)})
         return made
 
-    def product(self, p: Product, factors: list[Ref]) -> Ref | None:
+    def product(self, p: Product, factors: list[Ref]) -> Ref:
         """Return the product of the restricted factors."""
         summed = [i for i in p.summed if i != self.index or self.size > 1]
         parts = [self.r.sliced(f, self.dropped) if self.index in f.axes else f for f in factors]

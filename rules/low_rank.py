@@ -24,7 +24,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom, built
 
 
 class LowRank(NamedTuple):
@@ -65,8 +65,7 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """
     for solve in _solves(ctx, cls, node, low_rank_solve.reason(cls)):
         right = ctx.g.find(node.args[1])
-        ref = solve.through_left(right) or solve.refined(right)
-        if ref is not None:
+        for ref in built(solve.solved, right):
             ctx.whole.update((cls, ref.cls))
             yield ref
 
@@ -103,14 +102,13 @@ def _read_out(ctx: RuleContext, cls: int, p: Product, k: int, node: Node) -> Ite
         if q < p.out or f.axes.count(q) != 1 or len(readers) != 2:
             continue
         m = _index_beside(p.factors[sum(readers) - k], solve.form.right, 1, q)
-        w = None if m is None else solve.small_solution(ctx.g.find(node.args[1]))
-        if m is None or w is None:
+        if m is None:
             continue
         read = dict(enumerate(f.axes)) | {solve.free: m}
         rest = [x for j, x in enumerate(p.factors) if j not in readers]
-        ref = r.ordered(p._replace(factors=(w.over(read), *rest)).without(q))
-        if ref is not None:
-            yield ref
+        for w in built(solve.small_solution, ctx.g.find(node.args[1])):
+            made = p._replace(factors=(w.over(read), *rest)).without(q)
+            yield from built(r.ordered, made)
 
 
 def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
@@ -134,7 +132,8 @@ def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Itera
         if safe or ctx.permits("cancels", r.dtype):
             yield _Solve(r, node, form, next(i for i in matrix.axes if i != node.out))
         else:
-            r.refuse(Obstacle.CANCELLATION("the difference may cancel"))
+            reason = Obstacle.CANCELLATION("the difference may cancel")
+            ctx.refuse(why.rule, reason, why.source)
 
 
 def low_rank_forms(ctx: RuleContext, matrix: int) -> Iterator[LowRank]:
@@ -210,7 +209,11 @@ class _Solve:
         self.left = form.left.over({0: free, 2: self.k})
         self.right = form.right.over({1: self.summed, 2: free})
 
-    def small_solution(self, right: Ref) -> Ref | None:
+    def solved(self, right: Ref) -> Ref:
+        """Return the result over the outputs."""
+        return self.through_left(right) or self.refined(right)
+
+    def small_solution(self, right: Ref) -> Ref:
         """Return w = S⁻¹·Vᵀ·weight·b over the outputs, in which `free` indexes the rank."""
         factors = (self.right, *_at(self.summed, self.weight), right)
         return self._solved(self.thin.product(factors, (self.summed,), self.scale))
@@ -233,48 +236,37 @@ class _Solve:
         t = thin.product(rest, [i for i in bound if i != m], inner.coefficient)
         return self._spread(self._solved(t), self.scale)
 
-    def refined(self, right: Ref) -> Ref | None:
+    def refined(self, right: Ref) -> Ref:
         """Return the result over the outputs: the difference, and one correction of it."""
         form, free = self.form, self.free
         w = self.small_solution(right)
-        taken = w and self.r.product((self.left, w.moved(free, self.k)), (self.k,))
-        if w is None or taken is None:
-            return None
+        taken = self.r.product((self.left, w.moved(free, self.k)), (self.k,))
         there = right.moved(self.summed, free)
         rest = _whole(self.r, (1, there), (-form.coefficient, taken))
         first = self.r.term(CONTRACT, (rest, *_at(free, self.inverse))) if self.inverse else rest
         first = self.r.scaled(1 / form.scale, first)
         read = self.thin.product((self.right, first.moved(free, self.summed)), (self.summed,))
-        if read is None:
-            return None
         correction = self._solved(_whole(self.thin, (1, w), (-1, read)))
         last = self._spread(correction, form.coefficient * self.scale)
-        return None if last is None else _whole(self.r, (1, first), (1, last))
+        return _whole(self.r, (1, first), (1, last))
 
-    def _solved(self, right: Ref | None) -> Ref | None:
+    def _solved(self, right: Ref) -> Ref:
         """Return S⁻¹·right over the outputs, in which `free` indexes the rank."""
-        small = self._small()
-        if small is None or right is None:
-            return None
-        args = (small.moved(self.l, self.free), right.moved(self.free, self.k))
+        args = (self._small().moved(self.l, self.free), right.moved(self.free, self.k))
         return self.thin.term(SOLVE, args, out=self.thin.out, summed=(self.k,))
 
-    def _spread(self, t: Ref | None, k: Any) -> Ref | None:
+    def _spread(self, t: Ref, k: Any) -> Ref:
         """Return k·weight·U·t over the outputs."""
-        if t is None:
-            return None
         factors = (self.left, t.moved(self.free, self.k), *_at(self.free, self.weight))
         return self.r.product(factors, (self.k,), k)
 
-    def _small(self) -> Ref | None:
+    def _small(self) -> Ref:
         """Return small·I + c·Vᵀ·weight·U over (k, l)."""
         form, r = self.form, self.r
         left = form.left.over({0: self.summed, 2: self.l})
         right = form.right.over({1: self.summed, 2: self.k})
         factors = (right, *_at(self.summed, self.weight), left)
         made = r.product(factors, (self.summed,), out=(self.k, self.l))
-        if made is None:
-            return None
         one = r.delta(self.k, self.l)
         if self.number and form.diagonal:
             one = r.term(CONTRACT, (one, *form.diagonal))

@@ -68,10 +68,7 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     ctx.whole.update([x.cls for x in (mean, *shifted, *scaled)])
     terms = []
     for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
-        ref = r.product(factors, p.summed, precision=p.precision)
-        if ref is None:
-            return
-        terms.append((k, ref))
+        terms.append((k, r.product(factors, p.summed, precision=p.precision)))
     yield r.sum(*terms)
 
 
@@ -97,21 +94,18 @@ def pairwise_differences(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref
     if p is None or total is None or len(total.args) != 2:
         return
     r = RightSide.of(ctx, pairwise_differences, cls, p.bound)
-    sides, parted = _sides(p, inner[0], total), apart(p)
+    sides, (scale, rest) = _sides(p, inner[0], total), apart(p)
     is_cast = ctx.g.classes[inner[0].cls].dtype != r.dtype
-    if is_cast or sides is None or parted is None or not _count(r, sides[0]):
+    if is_cast or sides is None or not _count(r, sides[0]):
         return
-    mean, (scale, rest) = _mean(r, sides[0]), parted
+    mean = _mean(r, sides[0])
     (b, v, _), (a, u, _) = sides
     both = r.sum((a, u), (b, mean)), r.sum((b, v), (-b, mean))
     ctx.whole.update([x.cls for x in (mean, *both)])
     terms = []
     for shifted in both:
         factors = tuple([shifted if f is inner[0] else f for f in p.factors])
-        ref = r.ordered(rest._replace(factors=factors))
-        if ref is None:
-            return
-        terms.append((scale, ref))
+        terms.append((scale, r.ordered(rest._replace(factors=factors))))
     yield r.sum(*terms)
 
 

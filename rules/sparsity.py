@@ -20,7 +20,7 @@ from symjax_rewrite.ir.term import CONCAT, CONTRACT, CUMSUM, DELTA, IOTA, MAP, T
 from symjax_rewrite.ir.value_analysis import selected_case
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide, zero_of
-from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom, built
 from symjax_rewrite.rules.distributivity import splice
 
 
@@ -52,11 +52,9 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if index < p.out or index in label.axes or not any(index in g.axes for g in rest):
             continue  # alone, Σᵥ [x = v] is 1 only if x is in range
         made = _gathered(r, rest, label, index, *beyond)
-        if made is not None:
+        if made is not None and p.coefficient == 1:
             summed = [i for i in p.summed if i != index]
-            found = r.product(made, summed, precision=p.precision)
-            if found is not None and p.coefficient == 1:
-                yield found
+            yield from built(r.product, made, summed, precision=p.precision)
 
 
 def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
@@ -136,8 +134,7 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             which, case = (ctx.g.find(mask.args[n]).over(f.axes) for n in (0, selected))
             if any(i >= p.out for i in which.axes):
                 continue
-            ref = r.ordered(splice(p, k, case, flattest(ctx.g, case.cls)))
-            if ref is not None:
+            for ref in built(r.ordered, splice(p, k, case, flattest(ctx.g, case.cls))):
                 cases = (ref, r.zero()) if selected == 1 else (r.zero(), ref)
                 yield r.term(MAP, (which, *cases), mask.attr)
 
@@ -174,11 +171,11 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             continue
         # The prefix runs over j, which replaces output i.
         summed = [n for n in p.summed if n != j]
-        ref = r.product([g.moved(j, i) for g in rest], summed, precision=p.precision)
-        if ref is None or i not in ref.axes:
-            continue
-        made = r.term(CUMSUM, (ref,), (i, reverse))
-        yield _shifted(r, made, i, -shift if reverse else shift, reverse) if shift else made
+        moved = [g.moved(j, i) for g in rest]
+        for ref in built(r.product, moved, summed, precision=p.precision):
+            if i in ref.axes:
+                made = r.term(CUMSUM, (ref,), (i, reverse))
+                yield _shifted(r, made, i, -shift if reverse else shift, reverse) if shift else made
 
 
 def _shifted(r: RightSide, ref: Ref, at: int, by: int, reverse: bool) -> Ref:

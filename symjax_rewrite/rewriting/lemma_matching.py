@@ -398,7 +398,7 @@ class _Builder(NamedTuple):
             ref = r.term(pnode.op, args, attr, out=out, summed=range(len(outs), len(number)))
             inner = pnode.op == CONTRACT and pcls != self.p.right.cls
             if inner and r.ctx.may_overflow(ref.cls):
-                r.refuse(too_large(r.dtype))
+                r.ctx.refuse(r.why.rule, too_large(r.dtype), r.why.source)
                 return None
         ref = scaled_inside(r.ctx, ref, coefficient, tuple([r.sizes[n] for n in out]), r.why)
         return Bound(ref.cls, tuple([outs[i] for i in ref.axes]))

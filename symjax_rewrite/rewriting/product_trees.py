@@ -17,41 +17,41 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order, rows_of
-from symjax_rewrite.rewriting.rule import RuleContext, too_large
+from symjax_rewrite.rewriting.rule import NotBuiltError, RuleContext, built, too_large
 from symjax_rewrite.rewriting.scales import Leaf, apart, leaves_of, place, scaled_factor
 
 
 def order_product(
     ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
-) -> Ref | None:
+) -> Ref:
     """Return the product over output indices of `sizes`, as nodes that can be emitted.
 
-    Returns:
-        The reference, or None if the budget is exhausted or a count cannot leave the sum.
+    Raises:
+        NotBuiltError: the budget is exhausted, a count cannot leave the sum, or a product in it may
+            overflow.
     """
     key = (p, sizes, dtype)
     if key not in ctx.ordered:
-        ctx.ordered[key] = _order(ctx, p, sizes, dtype, why)
+        ctx.ordered[key] = next(built(_order, ctx, p, sizes, dtype, why), None)
     found = ctx.ordered[key]
-    return None if found is None else ctx.g.find(found)
+    if found is None:
+        raise NotBuiltError
+    return ctx.g.find(found)
 
 
 def _order(
     ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
 ) -> Ref | None:
     counted = count_unread(read_deltas(ctx, p), dtype)
-    if counted is None or not counted.factors:
+    if not counted.factors:
         return None
-    parted = apart(counted, counted.coefficient / p.coefficient if p.scales else 1)
-    if parted is None:
-        return None
-    outer, counted = parted
+    outer, counted = apart(counted, counted.coefficient / p.coefficient if p.scales else 1)
     builder = _TreeBuilder(ctx, counted, sizes, dtype, why)
     found = builder.solve()
     if any(ctx.may_overflow(c) for c in builder.inner):
         ctx.refuse(why.rule, too_large(dtype), why.source)
         return None
-    return None if found is None else scaled(ctx.g, found, outer, sizes, why)
+    return scaled(ctx.g, found, outer, sizes, why)
 
 
 def read_deltas(ctx: RuleContext, p: Product) -> Product:
@@ -68,15 +68,19 @@ def read_deltas(ctx: RuleContext, p: Product) -> Product:
     return p
 
 
-def count_unread(p: Product, dtype: str) -> Product | None:
-    """Return a product over the indices that are read: Σ_k a = |k|·a if no factor reads k."""
+def count_unread(p: Product, dtype: str) -> Product:
+    """Return a product over the indices that are read: Σ_k a = |k|·a if no factor reads k.
+
+    Raises:
+        NotBuiltError: the count is not known, is 0, or would be rounded.
+    """
     read = {i for f in p.factors for i in f.axes}
     for i in range(p.out + len(p.bound) - 1, p.out - 1, -1):
         if i in read:
             continue
         size = p.bound[i - p.out]
         if not isinstance(size, int) or size == 0 or (is_half(dtype) and size > 1):
-            return None
+            raise NotBuiltError
         p = p._replace(coefficient=p.coefficient * size).without(i)
     return p
 
@@ -95,7 +99,7 @@ class _TreeBuilder:
         self.inner: list[int] = []  # classes of the products within the tree
         self._count = _Volumes(self.numbers).__getitem__
 
-    def solve(self) -> Ref | None:
+    def solve(self) -> Ref:
         factors = [self._sum_private(k) for k in range(len(self.whole))]
         masks = [_mask([f]) for f in factors]
         if len(factors) == 1:
@@ -113,12 +117,9 @@ class _TreeBuilder:
             least = ctx.model.device.launch_s
             found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats, least)
             if found is None:
-                ctx.refuse(
-                    "contraction_order",
-                    Obstacle.BUDGET("the budget of pairs ran out"),
-                    self.why.source,
-                )
-                return None
+                reason = Obstacle.BUDGET("the budget of pairs ran out")
+                ctx.refuse("contraction_order", reason, self.why.source)
+                raise NotBuiltError
             tree = ctx.trees[key] = found[0]
         return self._build(tree, factors, masks)
 

@@ -15,7 +15,7 @@ from symjax_rewrite.ir.products import Product
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONST, DELTA, INVERSE, MAP, SLICE, Ref, identity
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import Axiom, RuleContext
+from symjax_rewrite.rewriting.rule import Axiom, NotBuiltError, RuleContext
 from symjax_rewrite.rewriting.scales import scaled_factor
 
 Entry = tuple[Any, int]  # the slice of an index (None: no slice), the index that it then reads
@@ -49,9 +49,10 @@ class RightSide:
         """Return the e-graph."""
         return self.ctx.g
 
-    def refuse(self, reason: str) -> None:
-        """Record that the rule matched at the class and was not applied."""
+    def refused(self, reason: str) -> NotBuiltError:
+        """Record that the rule matched at the class; return the error that gives its form up."""
         self.ctx.refuse(self.why.rule, reason, self.why.source)
+        return NotBuiltError()
 
     def term(self, op: str, args: Sequence[Ref], attr: Any = None, **more: Any) -> Ref:
         """Return a term over the indices that its operands read, less the `summed` indices."""
@@ -92,8 +93,12 @@ class RightSide:
         """Return 1 where two indices are equal, and 0 elsewhere."""
         return self.term(DELTA, (), out=(i, j))
 
-    def ordered(self, p: Product) -> Ref | None:
-        """Return a product over the slots of the class, in its cheapest order."""
+    def ordered(self, p: Product) -> Ref:
+        """Return a product over the slots of the class, in its cheapest order.
+
+        Raises:
+            NotBuiltError: as of `order_product`.
+        """
         sizes = tuple([self.sizes[i] for i in self.out])
         return order_product(self.ctx, p, sizes, self.dtype, self.why)
 
@@ -104,18 +109,20 @@ class RightSide:
         k: Any = 1,
         precision: Any = None,
         out: Sequence[int] | None = None,
-    ) -> Ref | None:
+    ) -> Ref:
         """Return k·Σ over the summed indices of a product, in its cheapest order.
 
         out: the indices of the result; default: those of the class.
+
+        Raises:
+            NotBuiltError: as of `order_product`.
         """
         out = self.out if out is None else tuple(out)
         local = {name: n for n, name in enumerate((*out, *summed))}
         over = tuple([f.over(local) for f in factors])
         p = Product(k, over, len(out), tuple([self.sizes[i] for i in summed]), precision)
         sizes = tuple([self.sizes[i] for i in out])
-        found = order_product(self.ctx, p, sizes, self.dtype, self.why)
-        return None if found is None else found.over(out)
+        return order_product(self.ctx, p, sizes, self.dtype, self.why).over(out)
 
     def sliced(self, ref: Ref, entries: Mapping[int, Entry]) -> Ref:
         """Return `ref` with every index it reads sliced and renamed as `entries` says."""

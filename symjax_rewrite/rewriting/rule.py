@@ -7,6 +7,7 @@ the left and a kernel on the right (see `route`). Packs of rules compose with `+
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -144,6 +145,20 @@ class RuleContext:
         return self.count(self.g.classes[cls].sizes)
 
 
+class NotBuiltError(Exception):
+    """A right side is given up: a product of it has no order, or the rule refuses (internal)."""
+
+
+def built(make: Callable[..., Ref | None], *args: Any, **kwargs: Any) -> Iterator[Ref]:
+    """Yield the right side that a function makes of some arguments, unless it gives it up."""
+    try:
+        made = make(*args, **kwargs)
+    except NotBuiltError:
+        return
+    if made is not None:
+        yield made
+
+
 def too_large(dtype: str) -> str:
     """Return the reason for a refusal by `RuleContext.may_overflow`."""
     return Obstacle.RANGE(
@@ -184,6 +199,11 @@ class Axiom:
     not_after: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     sides: tuple[Sides, ...] = ()
+
+    def forms(self, ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
+        """Yield the equal forms of a node, until a right side is given up outside `built`."""
+        with contextlib.suppress(NotBuiltError):
+            yield from self.apply(ctx, cls, node)
 
     def reason(self, cls: int) -> Justification:
         """Return the explanation of a node that this rule adds at a class."""

@@ -84,7 +84,7 @@ def _apply_all(
             if not ctx.permits(rule.numerics, g.classes[cls].dtype):
                 ctx.refuse(rule.name, Obstacle.NUMERICS(f"needs numerics={rule.numerics!r}"), cls)
                 continue
-            for ref in rule.apply(ctx, cls, node):
+            for ref in rule.forms(ctx, cls, node):
                 g.add_to(cls, ref, rule.reason(cls))
                 if g.count > budget.nodes:
                     return False

@@ -23,7 +23,7 @@ from symjax_rewrite.ir.products import Product, Scale, is_moderate, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, Ref
 from symjax_rewrite.rewriting.contraction_order import Tree
-from symjax_rewrite.rewriting.rule import RuleContext
+from symjax_rewrite.rewriting.rule import NotBuiltError, RuleContext
 
 NOISE = 1e-14  # relative error of a coefficient that was multiplied and then divided
 
@@ -94,15 +94,18 @@ def shared_power(coefficients: Sequence[Any], dtype: str) -> float:
     return 2.0 ** math.ceil(math.log2(largest)) if largest > 1 else 1
 
 
-def apart(p: Product, count: Any = 1) -> tuple[Any, Product] | None:
+def apart(p: Product, count: Any = 1) -> tuple[Any, Product]:
     """Return the number that multiplies a product last, and the product with the other numbers.
 
     A count of equal terms (Σ_k a = |k|·a) is combined with the first number that keeps the count
-    below 1, as in a mean. The result is None if the coefficient is out of the range of floats.
+    below 1, as in a mean.
+
+    Raises:
+        NotBuiltError: the coefficient is out of the range of floats.
     """
     outer, scales = p.coefficient, list(p.scales)
     if not isinstance(outer, int) and not 0 < abs(outer) < math.inf:
-        return None
+        raise NotBuiltError
     if not scales:
         return outer, p._replace(coefficient=1)
     for k, s in enumerate(scales):
