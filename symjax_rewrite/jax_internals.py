@@ -267,15 +267,6 @@ def custom_rules_allow(effects: set[Any]) -> bool:
     return all(_effects.custom_derivatives_allowed_effects.contains(e) for e in effects)
 
 
-def nested_under(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """Return an equation of an inlined body with the name scopes of its call prepended."""
-    outer_stack = outer.source_info.name_stack
-    if not outer_stack.stack:
-        return eqn
-    info = eqn.source_info
-    return eqn.replace(source_info=info.replace(name_stack=outer_stack + info.name_stack))
-
-
 def jit_equation_is_plain(eqn: JaxprEqn) -> bool:
     """Return True if a nested jit has no sharding, donation or layout of its own."""
     p = eqn.params
@@ -355,6 +346,7 @@ def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
 
 
 REMAT = ("remat2", "checkpoint", "remat")
+CALLS = frozenset("jit pjit closed_call custom_jvp_call custom_vjp_call".split())
 
 
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:

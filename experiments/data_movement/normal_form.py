@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.kernel_selection.folds import builder
 from symjax_rewrite.pallas_kernels.fold.spec import ExpSums, FoldSpec
 
@@ -172,7 +172,7 @@ def _moved(equation: Any, whole: frozenset) -> list[Any]:
         return [equation.outvars[0].aval]
     if equation.primitive.name == "dynamic_update_slice":
         return [equation.invars[1].aval]
-    if _has_body(equation):
+    if jax_internals.bodies(equation):
         return []
     return [v.aval for v in equation.invars if not isinstance(v, core.Literal) and v in whole]
 
@@ -181,26 +181,16 @@ def _view(equation: Any) -> bool:
     return equation.primitive.name in ("reshape", "squeeze", "expand_dims")
 
 
-def _has_body(equation: Any) -> bool:
-    return any(True for _ in _bodies(equation))
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        inner = getattr(value, "jaxpr", value)
-        if hasattr(inner, "eqns"):
-            yield inner
-
-
 def _equations(jaxpr: Any, trips: int, whole: frozenset) -> Iterator[tuple[Any, int, frozenset]]:
     """Yield every equation, how often it runs, and the constants of the loop around it."""
     for equation in jaxpr.eqns:
         yield equation, trips, whole
         loops = equation.primitive.name == "scan"
         times = equation.params["length"] if loops else 1
-        for body in _bodies(equation):
-            constants = body.invars[: equation.params["num_consts"]] if loops else ()
-            yield from _equations(body, trips * times, frozenset(constants))
+        for body in jax_internals.bodies(equation):
+            count = jax_internals.scan_counts(equation)[0] if loops else 0
+            constants = frozenset(body.jaxpr.invars[:count])
+            yield from _equations(body.jaxpr, trips * times, constants)
 
 
 def _bytes(aval: Any) -> int:

@@ -11,8 +11,9 @@ from performance_fuzz import features, pairs, reductions
 from performance_fuzz.builder import Builder
 from performance_fuzz.program import LOOPS, Program, Wrap
 
-from symjax_rewrite.reports.program_cost import memory
+from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.reports.program_cost import memory
 
 LEAST_ELEMENTS, MOST_ELEMENTS, MOST_FEATURES = 1e3, 1e8, 4096
 MOST_BYTES = 2 << 30  # of all live values, as if nothing were fused
@@ -117,14 +118,9 @@ def estimated_seconds(jaxpr: Any, trips: int = 1) -> float:
     for e in jaxpr.eqns:
         name = e.primitive.name
         size = sum(v.aval.size for v in e.outvars if hasattr(v.aval, "size"))
-        inner = [
-            getattr(p, "jaxpr", p)
-            for p in e.params.values()
-            if hasattr(p, "jaxpr") or hasattr(p, "eqns")
-        ]
-        if inner:
+        if inner := jax_internals.bodies(e):
             times = e.params["length"] if name == "scan" else trips if name == "while" else 1
-            total += times * sum(estimated_seconds(j, trips) for j in inner)
+            total += times * sum(estimated_seconds(body.jaxpr, trips) for body in inner)
         elif name == "dot_general":
             (contracted, _), _ = e.params["dimension_numbers"]
             summed = math.prod(e.invars[0].aval.shape[i] for i in contracted)

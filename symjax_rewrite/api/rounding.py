@@ -31,10 +31,7 @@ from symjax_rewrite.cost.equation_cost import summed_sizes
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
 RUNS = 8  # perturbed runs; the spread is half of the range of the outputs
-CALLS = frozenset(
-    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
-    "custom_vjp_call_jaxpr".split()
-)
+CALLS = jax_internals.CALLS.union(jax_internals.REMAT)
 # Primitives that round nothing, such as those that return an element of an operand.
 EXACT = frozenset(
     "abs argmax argmin broadcast_in_dim clamp complex concatenate conj copy cummax cummin "

@@ -125,14 +125,13 @@ def measured(
     chosen: Sequence[Measurement],
     most_spread: float = MOST_SPREAD,
     read: Read = measurement.read,
-    progress: Progress | None = None,
 ) -> dict[str, Reading]:
     """Return the reading of every figure, by path; noisy ones were tried again.
 
     Raises:
         CalibrationError: too many figures are noisy.
     """
-    shown = progress or Progress("calibrating")
+    shown = Progress("calibrating")
     out: dict[str, Reading] = {}
     for k, one in enumerate(chosen):
         shown.show(k, len(chosen), one.path)

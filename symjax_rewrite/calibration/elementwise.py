@@ -16,7 +16,6 @@ from symjax_rewrite.cost.device_profiles import Device
 ELEMENTS = 1 << 18
 ROWS, SIDE = 8, 64
 LIGHT_STEPS = 8  # of `tiles`: a negation too
-DEPTHS = (2, 4, 6, 8)
 
 
 def repeated(function: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:

@@ -107,7 +107,7 @@ def inline(
     scoped = bool(calls and calls[-1].source_info.name_stack.stack)
     for eqn in jaxpr.eqns:
         if scoped:
-            eqn = jax_internals.nested_under(eqn, calls[-1])
+            eqn = jax_internals.below(eqn, calls[-1])
         name = eqn.primitive.name
         body = _body(eqn) if name in BODIES else None
         if body is not None and name not in keeps:

@@ -35,13 +35,13 @@ def assigned_name(where: str) -> str:
 class Names:
     """The names of the values of a program, each given once."""
 
-    def __init__(self, program: Program, base: str = "x") -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         self._count: dict[str, int] = {}
         self.of: dict[int, str] = {}
         paths = jax_internals.argument_names(program.closed)
         for n, (v, path) in enumerate(zip(program.inputs, paths, strict=True)):
-            self.of[v] = self.fresh(short_name(path) or f"{base}{n}")
+            self.of[v] = self.fresh(short_name(path) or f"x{n}")
         for n, v in enumerate(program.consts):
             self.of[v] = self.fresh(f"c{n}")
 

@@ -27,7 +27,7 @@ TOLERANCE = {
 }
 COARSE = 0.25  # for narrower dtypes, such as float8
 
-CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+CALLS = jax_internals.CALLS.union(jax_internals.REMAT)
 
 
 def tolerance(dtype: Any) -> float:

@@ -24,7 +24,7 @@ from symjax_rewrite import errors, sym_optimize
 from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.cost import device_profiles
 from symjax_rewrite.ir.egraph import ORIGINAL
-from symjax_rewrite.jax_internals import live_part
+from symjax_rewrite.jax_internals import all_equations, has_primitive, live_part
 from symjax_rewrite.rewriting import extraction, region_solver
 from symjax_rewrite.rewriting import region_partition as regions_module
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError, narrows
@@ -37,6 +37,7 @@ NOISY_RUNS = 3
 NEAR = 2.0**-8  # of an epsilon: bfloat16 operands move as float32 does, nearly
 HUGE = 1e18
 TINY = 1e-20  # the square of less is no float32
+POSITIONAL = frozenset("eq ge gt le lt ne pad concatenate".split())
 SUBNORMAL = float(np.finfo(np.float16).tiny)  # less has few digits in float16, or none
 
 
@@ -330,10 +331,11 @@ def compare(
     wide = Machine(wide=True).run(closed, args)
     if any(_is_huge(x, v.dtype) for x, v in zip(wide, closed.out_avals, strict=True)):
         return "skipped: overflow"
-    spread = _Spread(closed, args, wide, again=_has_kernels(closed2.jaxpr))
+    # Kernels compute scores anew for every use.
+    spread = _Spread(closed, args, wide, again=has_primitive(closed2, "platform_index"))
     wide2 = Machine(wide=True).run(closed2, args)
     narrow = Machine().run(closed, args)
-    if _writes_zeros(closed.jaxpr):
+    if _writes_zeros(closed):
         wide2 = [_with_lost_nan(x, a) for x, a in zip(wide2, wide, strict=True)]
     for k, (a, b) in enumerate(zip(wide, wide2, strict=True)):
         far, scale = _distance(b, a), _scale(a)
@@ -347,7 +349,7 @@ def compare(
     if numerics == "cancels":
         return "equal"
     narrow2 = Machine().run(closed2, args)
-    if _writes_zeros(closed.jaxpr):
+    if _writes_zeros(closed):
         narrow2 = [_with_lost_nan(x, a) for x, a in zip(narrow2, wide, strict=True)]
     for k, a in enumerate(wide):
         mine, theirs = _distance(narrow2[k], a), _distance(narrow[k], a)
@@ -376,7 +378,7 @@ def _ties(closed: Any, args: list[np.ndarray], k: int) -> float:
     Without casts, and with noise of full size, what they are subtracted from may be another regime
     (a tanh that is flat), in which nothing moves: casts are as written here, and noise is small.
     """
-    if not _narrows(closed.jaxpr):
+    if not _narrows(closed):
         return 0.0
     cast = Machine(True, casts=True).run(closed, args)
     noisy = [Machine(True, NEAR, n, casts=True).run(closed, args) for n in range(NOISY_RUNS)]
@@ -388,10 +390,10 @@ def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
 
     `x - f32(bf16(x))` is as small as rounding to bfloat16 is: `compare` could not tell it from 0.
     """
-    if not _narrows(closed.jaxpr):
+    if not _narrows(closed):
         return ""
     theirs, ours = (Machine(True, casts=True).run(c, args) for c in (closed, closed2))
-    if _writes_zeros(closed.jaxpr):
+    if _writes_zeros(closed):
         ours = [_with_lost_nan(x, a) for x, a in zip(ours, theirs, strict=True)]
     spread = _Spread(closed, args, theirs, casts=True)
     for k, (a, b) in enumerate(zip(theirs, ours, strict=True)):
@@ -404,39 +406,20 @@ def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
     return ""
 
 
-def _narrows(jaxpr: Any) -> bool:
+def _narrows(closed: Any) -> bool:
     """True if there is a cast to a smaller float, in bodies too."""
-    return any(narrows(e) or any(_narrows(b) for b in _bodies(e.params)) for e in jaxpr.eqns)
+    return any(map(narrows, all_equations(closed)))
 
 
-def _has_kernels(jaxpr: Any) -> bool:
-    """True if a kernel was taken: kernels recompute scores for every use."""
-    return any(
-        e.primitive.name == "platform_index" or any(map(_has_kernels, _bodies(e.params)))
-        for e in jaxpr.eqns
-    )
-
-
-def _writes_zeros(jaxpr: Any) -> bool:
+def _writes_zeros(closed: Any) -> bool:
     """True if there may be zeros by position: labels compared, masks, padding, in bodies too."""
-    return any(
-        e.primitive.name in ("eq", "ge", "gt", "le", "lt", "ne", "pad", "concatenate")
-        or any(map(_writes_zeros, _bodies(e.params)))
-        for e in jaxpr.eqns
-    )
+    return any(e.primitive.name in POSITIONAL for e in all_equations(closed))
 
 
 def _with_lost_nan(x: np.ndarray, original: np.ndarray) -> np.ndarray:
     """The values, NaN where the original is: 0 · NaN may have been left out with such a zero."""
     lost = np.isnan(original) if _inexact(original) else np.zeros(original.shape, bool)
     return np.where(lost, original, x).astype(x.dtype) if lost.any() else x
-
-
-def _bodies(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
-                yield getattr(x, "jaxpr", x)
 
 
 def _moved(x: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.reports.units import ratio, speed
 from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import Change, RouteUse
+from tests.fuzz.interpret import Machine
 from tests.reports.examples import attention, chain, recurrence
 
 NOT_PRICED = "not priced"
@@ -49,63 +50,17 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def run_and_count(closed, *args):
-    """The results of a program run loop by loop, and the FLOPs of the products that ran."""
-    names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
-    env = dict(zip(names, (*closed.consts, *args), strict=True))
-    total = 0
-    for eqn in closed.jaxpr.eqns:
-        given = [v.val if jax_internals.is_literal(v) else env[v] for v in eqn.invars]
-        made, count = _run_equation(eqn, given)
-        total += count
-        env.update(zip(eqn.outvars, made, strict=True))
-    outs = [v.val if jax_internals.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
-    return outs, total
+class Counting(Machine):
+    """Runs a program loop by loop and counts the FLOPs of the products that run."""
 
+    flops = 0
 
-def _run_equation(eqn, given):
-    name, p = eqn.primitive.name, eqn.params
-    if name == "scan":
-        return _run_scan(eqn, given)
-    if name == "while":
-        return _run_while(p, given)
-    if name == "cond" and p.get("branches_platforms"):
-        return run_and_count(p["branches"][-1], *given[1:])
-    if name == "cond":
-        return run_and_count(p["branches"][int(given[0])], *given[1:])
-    if name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call"):
-        return run_and_count(p.get("jaxpr") or p["call_jaxpr"], *given)
-    if name == "platform_index":
-        return [np.int32(0)], 0
-    count = 0
-    if name == "dot_general":
-        (contracted, _), _ = p["dimension_numbers"]
-        sizes = [eqn.invars[0].aval.shape[i] for i in contracted]
-        count = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(sizes)
-    return jax_internals.eval_equation(eqn, given), count
-
-
-def _run_scan(eqn, given):
-    p = eqn.params
-    n, m = jax_internals.scan_counts(eqn)
-    consts, carry, xs = given[:n], given[n : n + m], given[n + m :]
-    steps, total = range(p["length"]), 0
-    rows = []
-    for i in reversed(steps) if p["reverse"] else steps:
-        outs, count = run_and_count(p["jaxpr"], *consts, *carry, *(x[i] for x in xs))
-        carry, total = outs[:m], total + count
-        rows.append(outs[m:])
-    rows = rows[::-1] if p["reverse"] else rows
-    return [*carry, *(jnp.stack(y) for y in zip(*rows, strict=True))], total
-
-
-def _run_while(p, given):
-    n, m = p["cond_nconsts"], p["body_nconsts"]
-    condition, body, carry, total = given[:n], given[n : n + m], given[n + m :], 0
-    while run_and_count(p["cond_jaxpr"], *condition, *carry)[0][0]:
-        carry, count = run_and_count(p["body_jaxpr"], *body, *carry)
-        total += count
-    return carry, total
+    def equation(self, eqn, xs):
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            sizes = [eqn.invars[0].aval.shape[i] for i in contracted]
+            self.flops += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(sizes)
+        return super().equation(eqn, xs)
 
 
 def ends_bytes(closed):
@@ -152,8 +107,9 @@ def test_costs_agree_with_counted_operations(name, kernels, device):
     for side in (report.before, report.after):
         assert side.bytes is None or side.bytes >= ends_bytes(side.jaxpr)
         if device == "cpu" or not jax_internals.has_primitive(side.jaxpr, "pallas_call"):
-            _, count = run_and_count(side.jaxpr, *args)
-            assert side.flops in (None, count)
+            machine = Counting()
+            machine.run(side.jaxpr, args)
+            assert side.flops in (None, machine.flops)
     assert report.before.flops is not None and report.before.bytes is not None
 
 
