@@ -211,9 +211,9 @@ def build_time(
         jax.clear_caches()
         plain, optimised = jax.jit(_anew(fun)), transform(_anew(fun))
         optimise.append(optimised.explain(*specs).time_s)
-        lower.append(_seconds(lambda plain=plain: plain.lower(*specs)))
-        compile_.append(_seconds(plain.lower(*specs).compile))
-        compile_after.append(_seconds(optimised.lower(*specs).compile))
+        lower.append(seconds_of(lambda plain=plain: plain.lower(*specs)))
+        compile_.append(seconds_of(plain.lower(*specs).compile))
+        compile_after.append(seconds_of(optimised.lower(*specs).compile))
     medians = (statistics.median(column) for column in (lower, compile_, compile_after))
     return BuildTime(statistics.median(optimise), optimise[0], *medians)
 
@@ -222,10 +222,17 @@ def _anew(fun: Callable) -> Callable:
     return lambda *args: fun(*args)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one call, which is not waited for."""
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def fitted_power(seconds: Mapping[float, float]) -> tuple[float, float]:
+    """Fit seconds = eᵇ·nᵖ by least squares on logarithms; return p and b."""
+    p, b = np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)
+    return float(p), float(b)
 
 
 def parser(doc: str, rounds: int = 9, named: str = "") -> argparse.ArgumentParser:

@@ -160,7 +160,7 @@ def growth(sums: str, found: dict[int, Any]) -> str:
     if len(found) < 3:
         return ""
     lines = {
-        name: np.polyfit(*np.log([(n, row["seconds"][name]) for n, row in found.items()]).T, 1)
+        name: harness.fitted_power({n: row["seconds"][name] for n, row in found.items()})
         for name in ("all pairs", "cells")
     }
     (p, a), (q, b) = lines["all pairs"], lines["cells"]

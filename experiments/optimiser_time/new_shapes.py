@@ -6,7 +6,6 @@ python experiments/optimiser_time/new_shapes.py            # --write: and the RE
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,9 +80,7 @@ class Planning:
 
 def traced_s(fun: Any, specs: list) -> float:
     gc.collect()
-    start = time.process_time()
-    fun.trace(*specs)
-    return time.process_time() - start
+    return harness.seconds_of(lambda: fun.trace(*specs), harness.CPU_SECONDS)
 
 
 def measure(planning: Planning, fun: Callable, dims: str, specs: Callable) -> dict[str, float]:

@@ -22,7 +22,6 @@ import harness
 import jax
 import jax.numpy as jnp
 import models
-import numpy as np
 
 from symjax_rewrite import sym_optimize
 
@@ -85,7 +84,7 @@ def measure(fun: Callable, specs: tuple, rounds: int) -> dict[str, Any]:
     traces, whole, walls = [], [], []
     for _ in range(rounds):
         jax.clear_caches()
-        traces.append(cpu_seconds(lambda: jax.make_jaxpr(fun)(*specs)))
+        traces.append(harness.seconds_of(lambda: jax.make_jaxpr(fun)(*specs), harness.CPU_SECONDS))
         jax.clear_caches()
         optimised = sym_optimize(lambda *args: fun(*args))
         start = time.process_time()
@@ -98,12 +97,6 @@ def measure(fun: Callable, specs: tuple, rounds: int) -> dict[str, Any]:
         "explain_s": statistics.median(whole),
         "wall_s": statistics.median(walls),
     }
-
-
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
 
 
 def optimiser_s(row: dict[str, Any]) -> float:
@@ -142,9 +135,8 @@ def trace_s(row: dict[str, Any]) -> float:
 
 
 def power(rows: list[dict[str, Any]], read: Callable[[dict[str, Any]], float]) -> float:
-    """Fit seconds = c·equationsᵖ by least squares on logarithms; return p."""
-    x = np.log([row["equations"] for row in rows])
-    return float(np.polyfit(x, np.log([read(row) for row in rows]), 1)[0])
+    """Return p of seconds = c·equationsᵖ."""
+    return harness.fitted_power({row["equations"]: read(row) for row in rows})[0]
 
 
 def plot(results: dict[str, list[dict[str, Any]]]) -> None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,18 +44,8 @@ def core_seconds(
     calls: Mapping[str, Callable[[], Any]], rounds: int, sample_s: float
 ) -> dict[str, float]:
     """Return the median core seconds of each call, sampled in turn."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, count = time.process_time(), 0
-            # at least one call: threads of the last one may still be counted
-            while count == 0 or time.process_time() - start < sample_s:
-                jax.block_until_ready(call())
-                count += 1
-            found[name].append((time.process_time() - start) / count)
-    return {name: statistics.median(each) for name, each in found.items()}
+    samples = harness.interleave(calls, rounds, sample_s, clock=harness.CPU_SECONDS)
+    return {name: samples.median(name) for name in calls}
 
 
 def forms(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
@@ -214,9 +202,7 @@ def compared(rounds: int, sample_s: float, every: int = 1) -> str:
         if used:  # else the pass changes nothing
             jax.tree.map(check, plain(*args), ours(*args))
         calls = {"plain": plain, "without": without, "ours": ours}
-        found = core_seconds(
-            {k: functools.partial(f, *args) for k, f in calls.items()}, rounds, sample_s
-        )
+        found = core_seconds(harness.calls_of(calls, args), rounds, sample_s)
         compiled = compile_seconds((plain, without, ours), args)
         cells = [harness.duration(s) for s in found.values()]
         gains = [f"{found['ours'] / found[k]:.2f}" for k in ("plain", "without")]
@@ -238,10 +224,7 @@ def compile_seconds(funs: Sequence[Any], args: Any) -> list[float]:
     found: list[list[float]] = [[] for _ in funs]
     for _ in range(3):
         for fun, seconds in zip(funs, found, strict=True):
-            lowered = fun.lower(*args)
-            start = time.process_time()
-            lowered.compile()
-            seconds.append(time.process_time() - start)
+            seconds.append(harness.seconds_of(fun.lower(*args).compile, harness.CPU_SECONDS))
     return [min(seconds) for seconds in found]
 
 

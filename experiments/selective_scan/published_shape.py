@@ -170,14 +170,13 @@ def _predicted(before: float | None, after: float | None) -> str:
 
 
 def growth(results: dict[int, dict]) -> str:
-    """Fit time = c·stepsᵖ by least squares on logarithms, for every program."""
+    """Tell p of time = c·stepsᵖ, for every program."""
     if len(results) < 2:
         return ""
-    x = np.log(list(results))
     told = []
     for name in next(iter(results.values()))["seconds"]:
-        y = np.log([result["seconds"][name] for result in results.values()])
-        told.append(f"{name} {np.polyfit(x, y, 1)[0]:.2f}")
+        found = {length: result["seconds"][name] for length, result in results.items()}
+        told.append(f"{name} {harness.fitted_power(found)[0]:.2f}")
     return "Time grows as the length to the power of: " + "; ".join(told) + "."
 
 
