@@ -161,7 +161,8 @@ def movement(closed: Any) -> Movement:
     ends = sum(_bytes(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars))
     shapes = {v.aval.shape for v in (*jaxpr.invars, *jaxpr.outvars)}
     inside = list(_equations(jaxpr, 1, frozenset()))
-    made = [v.aval for e, _, _ in inside for v in e.outvars if not _has_body(e) and not _view(e)]
+    apart = [e for e, _, _ in inside if not jax_internals.bodies(e) and not _view(e)]
+    made = [v.aval for e in apart for v in e.outvars]
     sliced = sum(trips * sum(map(_bytes, _moved(e, whole))) for e, trips, whole in inside)
     return Movement(ends, sliced, max(_bytes(a) for a in made if a.shape not in shapes))
 

@@ -175,7 +175,7 @@ def test_the_command_writes_a_profile_that_is_read(
 ) -> None:
     monkeypatch.setattr(command, "taken_cores", lambda: 0.0)
     monkeypatch.setattr(command, "device_profile", lambda name, place: CPU)
-    monkeypatch.setattr(command.measured, "__defaults__", (0.15, steady, None))
+    monkeypatch.setattr(command.measured, "__defaults__", (0.15, steady))
     file = tmp_path / "mine.json"
     assert __main__.main(["calibrate", "--save", str(file)]) == 0
     printed = capsys.readouterr().out
