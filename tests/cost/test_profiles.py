@@ -50,9 +50,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "calibration.command": dict.fromkeys(
         ("MOST_SPREAD", "TRIES", "MOST_NOISY", "MOST_TAKEN"), TIMING
     ),
-    "calibration.elementwise": dict.fromkeys(
-        ("ELEMENTS", "DEPTHS", "ROWS", "SIDE", "LIGHT_STEPS"), TIMED
-    ),
+    "calibration.elementwise": dict.fromkeys(("ELEMENTS", "ROWS", "SIDE", "LIGHT_STEPS"), TIMED),
     "calibration.loops": dict.fromkeys(("TRIPS", "WIDE", "NARROW", "ENTRIES", "STATE"), TIMED),
     "calibration.machine_load": {"WAIT_S": TIMING},
     "calibration.measurement": dict.fromkeys(("ROUNDS", "SAMPLE_S"), TIMING),
