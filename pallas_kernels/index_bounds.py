@@ -103,7 +103,7 @@ _COMPARED = {
     "eq": operator.eq,
     "ne": operator.ne,
 }
-_KEPT = ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy", "expand_dims")
+_KEPT = ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy")
 
 
 def _form(name: str, forms: Sequence[Any], dtype: Any, band: tuple) -> Form | bool | None:

@@ -29,7 +29,7 @@ OPERATIONS = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}",
     **dict.fromkeys(
-        ("copy", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"), "{0}"
+        ("copy", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze"), "{0}"
     ),
 }  # fmt: skip
 # Functions of f32 alone; narrower floats are computed in f32.

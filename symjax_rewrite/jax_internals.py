@@ -345,8 +345,8 @@ def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
     return _pe.prune_closed_jaxpr_outputs(closed, tuple(keep))
 
 
-REMAT = ("remat2", "checkpoint", "remat")
-CALLS = frozenset("jit pjit closed_call custom_jvp_call custom_vjp_call".split())
+REMAT = "remat2"
+CALLS = frozenset("jit closed_call custom_jvp_call custom_vjp_call".split())
 
 
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
@@ -402,7 +402,7 @@ def sealed(fun: Callable) -> Callable:
 
 def is_sealed(eqn: JaxprEqn) -> bool:
     """Return True if an equation is a call of a `sealed` function, by its name."""
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == "symjax_kernel"
+    return eqn.primitive.name == "jit" and eqn.params["name"] == "symjax_kernel"
 
 
 def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
@@ -410,10 +410,10 @@ def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
     name, p = eqn.primitive.name, eqn.params
     if name == "cond":
         return [BodySpot(b, 1, "branches", k) for k, b in enumerate(p["branches"])]
-    if name not in ("scan", "while", "jit", "pjit", *REMAT) or is_sealed(eqn):
+    if name not in ("scan", "while", "jit", REMAT) or is_sealed(eqn):
         return []
     key = "body_jaxpr" if name == "while" else "jaxpr"
-    body = ClosedJaxpr(p[key], ()) if name in REMAT else p[key]
+    body = ClosedJaxpr(p[key], ()) if name == REMAT else p[key]
     steps = p["length"] if name == "scan" else 1
     return [BodySpot(body, max(1, steps) if isinstance(steps, int) else 1, key, None)]
 

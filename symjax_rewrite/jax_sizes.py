@@ -20,7 +20,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.jax_internals import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Sizes = Mapping[str, int]
-CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call"})
+CALLS = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
 _PLAIN = frozenset({type(None), bool, int, str, float, type, np.dtype})  # types of most parameters
 
 

@@ -179,7 +179,7 @@ def _moved(equation: Any, whole: frozenset) -> list[Any]:
 
 
 def _view(equation: Any) -> bool:
-    return equation.primitive.name in ("reshape", "squeeze", "expand_dims")
+    return equation.primitive.name in ("reshape", "squeeze")
 
 
 def _equations(jaxpr: Any, trips: int, whole: frozenset) -> Iterator[tuple[Any, int, frozenset]]:

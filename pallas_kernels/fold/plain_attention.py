@@ -105,10 +105,8 @@ class Logarithm:
 
 
 IS_FINITE = object()  # the symbol of "the maximum is finite"
-SAME = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims copy stop_gradient reduce_precision".split()
-)
-CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
+SAME = frozenset("broadcast_in_dim reshape squeeze copy stop_gradient reduce_precision".split())
+CALLS = frozenset(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 Symbol = Any  # one of the above, a concrete array, or None for none
 
 

@@ -29,14 +29,12 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
 BLOCK_BYTES = 1 << 17
 LEAST_STEPS, MOST_STEPS = 8, 64
 CHEAP = frozenset(
-    "abs add add_any and broadcast_in_dim convert_element_type copy eq expand_dims ge gt"
+    "abs add add_any and broadcast_in_dim convert_element_type copy eq ge gt"
     " integer_pow le lt max min mul ne neg not or real imag conj reshape rem select_n sign squeeze"
     " stop_gradient sub xor".split()
 )
 
-UNCOUNTED = frozenset(
-    "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze".split()
-)
+UNCOUNTED = frozenset("broadcast_in_dim convert_element_type copy reshape squeeze".split())
 
 
 def state_bytes(spec: ScanSpec) -> int:

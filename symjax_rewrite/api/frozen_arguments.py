@@ -22,7 +22,7 @@ from symjax_rewrite.options import Options
 from symjax_rewrite.reports.builder import make_report
 from symjax_rewrite.reports.program_cost import program_flops, program_traffic
 
-CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
+CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze"})
 
 
 class Prepared:

@@ -31,19 +31,19 @@ from symjax_rewrite.cost.equation_cost import summed_sizes
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
 RUNS = 8  # perturbed runs; the spread is half of the range of the outputs
-CALLS = jax_internals.CALLS.union(jax_internals.REMAT)
+CALLS = jax_internals.CALLS | {jax_internals.REMAT}
 # Primitives that round nothing, such as those that return an element of an operand.
 EXACT = frozenset(
     "abs argmax argmin broadcast_in_dim clamp complex concatenate conj copy cummax cummin "
-    "dynamic_slice dynamic_update_slice expand_dims gather imag iota max min neg pad real "
+    "dynamic_slice dynamic_update_slice gather imag iota max min neg pad real "
     "reduce_max reduce_min reduce_precision reshape rev scatter select_n "
     "sign slice sort split squeeze stop_gradient tile top_k transpose optimization_barrier "
     "reduce_window_max reduce_window_min device_put random_bits random_wrap random_unwrap".split()
 )
 # Sums. Their operands are perturbed, since cancelling terms leave the errors of both.
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 SUMS = PRODUCTS | frozenset(
-    "add add_any cumsum reduce_sum reduce_window_sum scatter-add scatter_add sub psum".split()
+    "add add_any cumsum reduce_sum reduce_window_sum scatter-add sub psum".split()
 )
 LONG = frozenset({"cumprod", "reduce_prod", "cumlogsumexp"}) | SUMS
 TENSOR_CORES = {"gpu": 2.0**-11, "tpu": 2.0**-8}  # for float32 products at the default precision

@@ -24,7 +24,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 SMOOTH = frozenset(
     "add add_any sub mul neg square dot_general conv_general_dilated reduce_sum cumsum concatenate "
     "slice dynamic_slice dynamic_update_slice gather scatter-add select_n reshape broadcast_in_dim "
-    "transpose squeeze expand_dims rev pad split stack tile copy convert_element_type tanh erf "
+    "transpose squeeze rev pad split stack tile copy convert_element_type tanh erf "
     "logistic sin cos".split()
 )
 OWN_DERIVATIVES = RULED | {"stop_gradient", "custom_linear_solve"}

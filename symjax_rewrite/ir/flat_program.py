@@ -174,15 +174,15 @@ def _one_implementation(
     return ()
 
 
-RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "sym_call"})
-CALLS = RULED | {"jit", "pjit", "closed_call"}
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "sym_call"})
+CALLS = RULED | {"jit", "closed_call"}
 BODIES = CALLS | {"cond"}
 
 
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the body of a call equation that may be inlined, else None."""
     name = eqn.primitive.name
-    if name in ("jit", "pjit"):
+    if name == "jit":
         is_open = jax_internals.jit_equation_is_plain(eqn) and not jax_internals.is_sealed(eqn)
         return eqn.params["jaxpr"] if is_open else None
     is_call = name in RULED or name == "closed_call"

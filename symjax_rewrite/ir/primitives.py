@@ -383,7 +383,7 @@ MAPS = frozenset(
     sin sinh sqrt tan tanh xor""".split()
 )
 ELEMENTWISE = MAPS | frozenset(
-    """add add_any convert_element_type copy copy_p div eq integer_pow mul neg one_minus_square
+    """add add_any convert_element_type copy div eq integer_pow mul neg one_minus_square
     reduce_precision select_n square stop_gradient sub""".split()
 )
 
@@ -397,7 +397,7 @@ ROWS: dict[str, Row] = {
     "integer_pow": _integer_pow,
     "square": functools.partial(_power, 2),
     "one_minus_square": _one_minus_square,
-    **dict.fromkeys(("stop_gradient", "copy", "copy_p"), _same_value),
+    **dict.fromkeys(("stop_gradient", "copy"), _same_value),
     "convert_element_type": _convert,
     "reduce_precision": _reduce_precision,
     "select_n": _select,
@@ -425,7 +425,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
     )
 }
 
-VIEWS = frozenset("stop_gradient copy copy_p transpose broadcast_in_dim squeeze reshape".split())
+VIEWS = frozenset("stop_gradient copy transpose broadcast_in_dim squeeze reshape".split())
 _NAN = float("nan")  # one object, so that NaN constants compare equal in the hash table
 
 

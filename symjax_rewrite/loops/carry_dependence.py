@@ -31,7 +31,7 @@ NAMES = {
     MAX_PLUS: "max-plus",
 }
 
-_SUMS = frozenset("add add_any sub neg copy copy_p stop_gradient convert_element_type".split())
+_SUMS = frozenset("add add_any sub neg copy stop_gradient convert_element_type".split())
 _MOVES = VIEWS | frozenset(
     "slice concatenate pad rev reduce_sum cumsum dynamic_slice split".split()
 )

@@ -344,7 +344,6 @@ _SHAPES: dict[str, Callable[[Equation], Callable[[np.ndarray], np.ndarray]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _reshape,
-    "expand_dims": _reshape,
     "transpose": _transpose,
 }
 _COMPARISONS: dict[str, Callable] = {

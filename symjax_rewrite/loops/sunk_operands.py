@@ -78,7 +78,7 @@ class Sinkable:
 def with_sunk_operands(e: Equation, sinkable: Sinkable) -> Equation | None:
     """Return a scan or remat that computes some of its operands itself, or None if it has none."""
     is_scan = e.name == "scan"
-    if not is_scan and e.name not in jax_internals.REMAT:
+    if not is_scan and e.name != jax_internals.REMAT:
         return None
     fixed, count = jax_internals.scan_counts(e.eqn) if is_scan else (len(e.invals), 0)
     sunk = {v for v in numbers(e.invals[:fixed]) if sinkable.has(v)}

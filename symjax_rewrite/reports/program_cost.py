@@ -33,7 +33,7 @@ Memory = tuple[float, float]  # bytes: the peak of live values, and the largest 
 # Operations that read at most as many elements of their first operand as they write.
 TAKES = frozenset({"gather", "dynamic_slice", "slice", "squeeze", "reshape"})
 MOVES = TAKES | frozenset(
-    "broadcast_in_dim concatenate copy dynamic_update_slice expand_dims pad reshape rev split"
+    "broadcast_in_dim concatenate copy dynamic_update_slice pad reshape rev split"
     " squeeze tile transpose".split()
 )
 # Operations that cost one elementwise operation per element read or written.
@@ -42,12 +42,10 @@ PASSES = frozenset(
     " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add clamp".split()
 )
 FREE = frozenset({"name", "optimization_barrier", "platform_index", "pvary", "stop_gradient"})
-CALLS = frozenset(
-    {"scan", "while", "cond", "jit", "pjit", "sym_call", "closed_call", *jax_internals.REMAT}
-)
+CALLS = frozenset({"scan", "while", "cond", "jit", "sym_call", "closed_call", jax_internals.REMAT})
 RULED = ("custom_jvp_call", "custom_vjp_call")
 # Sums of products whose FLOPs are not 2mnk.
-PRODUCTS = frozenset({"fft", "ragged_dot", "ragged_dot_general", "scaled_dot"})
+PRODUCTS = frozenset({"fft", "ragged_dot_general", "scaled_dot"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from symjax_rewrite.ir.replacement import Part
 Seconds = tuple[float, float]  # predicted as written, and of the other form
 Form = tuple[Callable[[Any], Any], Seconds]
 
-SAME_ORDER = frozenset({"reshape", "squeeze", "expand_dims"})  # of the elements in memory
+SAME_ORDER = frozenset({"reshape", "squeeze"})  # of the elements in memory
 
 
 class EquationForms(ABC):

@@ -189,7 +189,7 @@ def equations(closed: Any) -> list[Any]:
     """Every equation, calls opened."""
     out = []
     for e in closed.jaxpr.eqns:
-        is_call = e.primitive.name in ("jit", "pjit", "custom_jvp_call", "sym_call")
+        is_call = e.primitive.name in ("jit", "custom_jvp_call", "sym_call")
         inner = jax_internals.bodies(e) if is_call else []
         out += [q for b in inner for q in equations(b)] if inner else [e]
     return out

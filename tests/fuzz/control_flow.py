@@ -96,9 +96,8 @@ def _cond(m: Machine, eqn: Any, xs: list) -> list:
 
 
 CALLS: dict[str, Callable] = {
-    "jit": _call("jaxpr"), "pjit": _call("jaxpr"), "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"), "remat2": _call("jaxpr"), "checkpoint": _call("jaxpr"),
-    "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
+    "jit": _call("jaxpr"), "closed_call": _call("call_jaxpr"), "remat2": _call("jaxpr"),
+    "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"), "sym_call": _call("call_jaxpr"),
     "scan": _scan, "while": _while, "cond": _cond,
     "platform_index": _platform_index, "custom_linear_solve": _linear_solve,

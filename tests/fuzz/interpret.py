@@ -406,10 +406,8 @@ ROWS: dict[str, Callable] = numpy_evaluator.ROWS | {
     "stack": lambda p, *xs: np.stack(xs, p["axis"]), "split": _split, "pad": _pad,
     "gather": _gather,
     "scatter": _scatter(lambda a, b: b), "scatter-add": _scatter(lambda a, b: a + b),
-    "scatter_add": _scatter(lambda a, b: a + b), "scatter-mul": _scatter(lambda a, b: a * b),
-    "scatter_mul": _scatter(lambda a, b: a * b), "scatter-max": _scatter(np.maximum),
-    "scatter_max": _scatter(np.maximum), "scatter-min": _scatter(np.minimum),
-    "scatter_min": _scatter(np.minimum), "sort": _sort, "top_k": _top_k,
+    "scatter-mul": _scatter(lambda a, b: a * b), "scatter-max": _scatter(np.maximum),
+    "scatter-min": _scatter(np.minimum), "sort": _sort, "top_k": _top_k,
     "conv_general_dilated": _conv, "reduce_precision": _reduce_precision,
     "population_count": _plain(_population_count), "clz": _plain(_clz),
     "shift_left": _shift(True, False), "shift_right_arithmetic": _shift(False, False),
@@ -417,21 +415,18 @@ ROWS: dict[str, Callable] = numpy_evaluator.ROWS | {
     "asin": _plain(np.arcsin), "acos": _plain(np.arccos), "atan": _plain(np.arctan),
     "argmax": _arg(np.argmax), "argmin": _arg(np.argmin), "cumprod": _cumulative(np.cumprod),
     "cummax": _cumulative(np.maximum.accumulate), "cummin": _cumulative(np.minimum.accumulate),
-    "cumlogsumexp": _cumulative(np.logaddexp.accumulate), "copy_p": _plain(lambda x: x),
+    "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
     "optimization_barrier": lambda p, *xs: xs, "name": _plain(lambda x: x),
     "lu": lambda p, x: _lu(p, x),
 }  # fmt: skip
 
-SUMS = frozenset(
-    {"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "scatter-add", "scatter_add"}
-)
+SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "scatter-add"})
 EXACT = frozenset(
     """neg max min abs sign floor ceil round is_finite not and or xor eq ne lt le gt ge conj real
     imag complex select_n clamp broadcast_in_dim reshape transpose squeeze rev iota stack
     concatenate slice dynamic_slice split pad dynamic_update_slice gather scatter scatter-max
-    scatter_max
-    scatter-min scatter_min sort top_k reduce_max reduce_min reduce_and reduce_or argmax argmin
-    cummax cummin reduce_precision stop_gradient copy copy_p optimization_barrier name""".split()
+    scatter-min sort top_k reduce_max reduce_min reduce_and reduce_or argmax argmin
+    cummax cummin reduce_precision stop_gradient copy optimization_barrier name""".split()
 )
 
 

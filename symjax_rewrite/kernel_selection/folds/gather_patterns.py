@@ -18,7 +18,7 @@ from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import is_zero
 
-SCATTERS = ("scatter-add", "scatter_add", "scatter")
+SCATTERS = ("scatter-add", "scatter")
 
 
 class Choice(NamedTuple):
