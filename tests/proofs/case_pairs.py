@@ -82,6 +82,17 @@ EQUAL: dict[str, Pair] = {
     "numbers of two axes that are one": (
         lambda x: x + jnp.arange(8.0).reshape(2, 4),
         lambda x: x + 4 * jnp.arange(2.0)[:, None] + jnp.arange(4.0), ("f32[2,4]",)),
+    "solution_of_a_sum": (
+        lambda a, x, y: jnp.linalg.solve(a, x + y),
+        lambda a, x, y: jnp.linalg.solve(a, x) + jnp.linalg.solve(a, y),
+        ("f32[4,4]", "f32[4]", "f32[4]")),
+    "either_test": (
+        lambda x, y: jnp.where((x > 0) | (y > 0), 1.0, 0.0),
+        lambda x, y: jnp.where(x > 0, 1.0, jnp.where(y > 0, 1.0, 0.0)), TWO),
+    "equal_exponentials": (
+        lambda x, y: jnp.where(jnp.exp(x) == jnp.exp(y), x, y), lambda x, y: y, TWO),
+    "hyperbolic_functions": (lambda x: jnp.sinh(x) + jnp.cosh(x), jnp.exp, N),
+    "negative_power": (lambda x: x**-2, lambda x: 1 / (x * x), N),
     "product that a test makes one": (
         lambda x, y: jnp.where(x * y == 1, x * y * y, y), lambda x, y: y, TWO),
     "absolute_value_of_two_relus": (jnp.abs, lambda x: nn.relu(x) + nn.relu(-x), N),
@@ -126,6 +137,8 @@ EQUAL: dict[str, Pair] = {
 }  # fmt: skip
 
 UNEQUAL: dict[str, Pair] = {
+    "solution_of_the_transposed_system": (
+        jnp.linalg.solve, lambda a, x: jnp.linalg.solve(a.T, x), ("f32[4,4]", "f32[4]")),
     "two axes that are one, of which one is reversed": (
         lambda x: x.reshape(8)[::-1], lambda x: x[:, ::-1].reshape(8), ("f32[2,4]",)),
     "relus with a slope": (jnp.abs, lambda x: nn.relu(x) + 0.999 * nn.relu(-x), N),

@@ -97,6 +97,17 @@ def squashed(carry, x, i):
     return jnp.tanh(carry + x[i])
 
 
+def stored(carry, x, i):
+    """Store the sums of the entries so far."""
+    sums, total = carry
+    total = total + x[i]
+    return sums.at[i].set(total), total
+
+
+def beside(carry, x, i):
+    return carry[0], carry[1] + x[i]
+
+
 def zero(x):
     return 0.0
 
@@ -148,6 +159,9 @@ EQUAL: dict[str, Pair] = {
     "series_of_exponentials": (
         lambda x, r: (jnp.exp(r) - 1) * jnp.exp(r * jnp.arange(x.shape[0])).sum(),
         lambda x, r: jnp.exp(r * x.shape[0]) - 1, SERIES),
+    "sums_that_a_loop_stores": (
+        last(for_each(stored, lambda x: (jnp.zeros_like(x), 0.0))), jnp.cumsum, ("f32[40]",)),
+    "carry_that_no_step_changes": (last(for_each(beside, lambda x: (x, 0.0))), itself, N),
 }  # fmt: skip
 UNEQUAL: dict[str, Pair] = {
     "fori_loop one entry short": (for_each(added, zero, end=-1), jnp.sum, N),
