@@ -68,6 +68,8 @@ class Law(NamedTuple):
     where: str
 
 
+# By form: its value as a function of the indices at which it is read.
+Leaves = Mapping[int, Callable[[tuple[Index, ...]], Poly]]
 # Of the algebra, the form, its branches with fresh names for bound indices: the form rebuilt.
 Builder = Callable[["Calculus", Form, list[Branch]], Poly]
 
@@ -164,6 +166,21 @@ class Calculus:
                     rest.append(self.power(made, e))
             parts.append(self.product(self.term(c, factors), *rest))
         return self.add(*parts)
+
+    def replaced(self, p: Poly, leaves: Leaves) -> Poly:
+        """Return a polynomial with some forms replaced by polynomials of their indices."""
+
+        def value(atom: Atom) -> Atom | Poly:
+            if atom.form in leaves:
+                return leaves[atom.form](atom.at)
+            form = self.form(atom)
+            if self.reached(atom.form).isdisjoint(leaves):
+                return atom
+            if form.kind == "iteration" and not leaves.keys().isdisjoint(form.attr[2]):
+                return atom  # the carries stand in its step; outside it reads none
+            return self.again(atom, [(n, self.replaced(q, leaves)) for n, q in self.opened(atom)])
+
+        return self.mapped(p, value)
 
     def substitute(self, p: Poly, to: Mapping[int, Index]) -> Poly:
         """Return a polynomial with names replaced by index expressions."""

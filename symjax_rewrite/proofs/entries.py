@@ -8,7 +8,7 @@ operand has them apart; if an index is no such combination, an equation has no l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -52,17 +52,17 @@ def place_of(reader: Reader, value: int, axis: int, here: Sequence[Index]) -> In
 
 def entry(
     reader: Reader, made: int, source: int, here: Sequence[Index], entries: Mapping[int, Index],
-    removed: int | None = None,
+    axes: Callable[[int], int] = int,
 ) -> Poly | None:  # fmt: skip
     """Return an operand at entries of some axes, and at a result's indices of the others.
 
-    removed: an axis of the operand that the result lacks. None if the axes do not correspond.
+    axes: the axis of the result for an axis of the operand. None if the axes do not correspond.
     """
     t, read = reader.t, dict[int, Index]()
     for axis, theirs in enumerate(t.positions[source]):
         if axis in entries:
             parts = _divided(reader.a, entries[axis], [t.sizes[source][q] for q in theirs])
-        elif (mine := _same_axis(t, made, source, axis, removed)) is not None:
+        elif (mine := _same_axis(t, (made, axes(axis)), (source, axis))) is not None:
             parts = [here[i] for i in mine]
         else:
             parts = None
@@ -77,14 +77,11 @@ def read_at(reader: Reader, source: int, at: Sequence[Index]) -> Poly | None:
     return entry(reader, source, source, (), dict(enumerate(at)))
 
 
-def _same_axis(
-    t: TermGraph, made: int, source: int, axis: int, removed: int | None = None
-) -> Sequence[int] | None:
-    """Return the positions of an operand's axis in a result; None if the result has another."""
-    behind = removed is not None and axis > removed
-    mine = t.positions[made][axis - behind]
-    ids = [[t.ids[v][i] for i in p] for v, p in ((made, mine), (source, t.positions[source][axis]))]
-    return mine if ids[0] == ids[1] else None
+def _same_axis(t: TermGraph, *axes: tuple[int, int]) -> Sequence[int] | None:
+    """Return the positions of the first of two axes of values; None if the other is another."""
+    positions = [t.positions[v][axis] for v, axis in axes]
+    ids = [[t.ids[v][i] for i in p] for (v, _), p in zip(axes, positions, strict=True)]
+    return positions[0] if ids[0] == ids[1] else None
 
 
 def _divided(a: Calculus, index: Index, sizes: Sequence[Dim]) -> list[Index] | None:
@@ -118,7 +115,8 @@ def part(reader: Reader, number: int, here: list[Index]) -> Poly | None:
     entries = dict[int, Index]()
     for axis, ((low, _, inside), stride) in enumerate(zip(starts, strides, strict=True)):
         size, place = t.program.avals[source].shape[axis], place_of(reader, made, axis, here)
-        if _same_axis(t, made, source, axis) is not None and (low, inside, stride) == (0, 0, 1):
+        is_same = _same_axis(t, (made, axis), (source, axis)) is not None
+        if is_same and (low, inside, stride) == (0, 0, 1):
             continue
         if place is None or (place[1] and "padding_config" in params):
             return None

@@ -23,8 +23,9 @@ import numpy as np
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_forms import bound_names, recurrence
 from symjax_rewrite.proofs.affine_trees import Tree
-from symjax_rewrite.proofs.arithmetic import Calculus, operation
+from symjax_rewrite.proofs.arithmetic import Calculus, Leaves, operation
 from symjax_rewrite.proofs.conditions import Condition
+from symjax_rewrite.proofs.entries import entry
 from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
@@ -41,24 +42,6 @@ from symjax_rewrite.proofs.forms import (
 )
 from symjax_rewrite.proofs.lifting import Lifting, facts_of
 from symjax_rewrite.proofs.opened_loops import OpenLoop
-
-Leaves = Mapping[int, Callable[[tuple[Index, ...]], Poly]]
-
-
-def replaced(a: Calculus, p: Poly, leaves: Leaves) -> Poly:
-    """Return a polynomial with some inputs replaced by polynomials of their indices."""
-
-    def value(atom: Atom) -> Atom | Poly:
-        if atom.form in leaves:
-            return leaves[atom.form](atom.at)
-        form = a.form(atom)
-        if a.reached(atom.form).isdisjoint(leaves):
-            return atom
-        if form.kind == "iteration" and not leaves.keys().isdisjoint(form.attr[2]):
-            return atom  # the carries stand in its step; outside it reads none
-        return a.again(atom, [(names, replaced(a, q, leaves)) for names, q in a.opened(atom)])
-
-    return a.mapped(p, value)
 
 
 def reads(a: Calculus, p: Poly, forms: set[int]) -> bool:
@@ -168,7 +151,7 @@ class LoopSolver:
                 later = {step: (turned[0] + 1, turned[1])}
                 return leaves_of(a, [c], "solved", later)[c.form](tuple(rest))
         leaves = leaves_of(a, carries, "solved", {step: turned})
-        return a.substitute(replaced(a, p, leaves), {step: stored})
+        return a.substitute(a.replaced(p, leaves), {step: stored})
 
     def _carries(self, lifting: Lifting, opened: OpenLoop) -> list[Carried] | None:
         """Return the carries of a loop, all of them solved, or None."""
@@ -207,7 +190,7 @@ class LoopSolver:
         a, step = lifting.a, self.steps[opened.step]
         leaves = leaves_of(a, carries, "solved", {step: _forward(a, opened, plain(step))})
         for c in found:
-            lifting.require(c.kind, replaced(a, c.p, leaves))
+            lifting.require(c.kind, a.replaced(c.p, leaves))
 
 
 def _read(lifting: Lifting, value: Any, layout: Sequence[int], at: list[Index]) -> Poly | None:
@@ -241,7 +224,7 @@ def _solve_one(a: Calculus, c: Carried, carries: Sequence[Carried], step: int) -
             name, c.solved = made
             here = leaves_of(a, carries, "solved")
             later = a.substitute(c.solved, {c.time: (1, ((step, 1),))})
-            a.record(name, operation("same", replaced(a, c.after, here)), later)
+            a.record(name, operation("same", a.replaced(c.after, here)), later)
             return True
     return False
 
@@ -261,7 +244,7 @@ def _as_maximum(
         earlier = functions.mask(a, _is_earlier(a, s, c.time))
         out: list[Branch] = [((), a.scale(sign, c.start))]
         for names, p in rest:
-            p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
+            p = a.substitute(a.replaced(p, leaves), {step: plain(s)})
             out.append(((s, *names), a.add(p, earlier)))
         return "fold_of_maximum", a.scale(sign, reductions.maximum(a, out))
     return None
@@ -288,16 +271,16 @@ def _as_affine(
         return None
     others = {x.form for x in solved}
     gauge = _gauge(a, factor, solved) if reads(a, factor, others) else ONE
-    after = replaced(a, gauge, leaves_of(a, solved, "after"))
+    after = a.replaced(gauge, leaves_of(a, solved, "after"))
     factor = a.product(factor, after, a.power(gauge, -1))
     shift = a.mul(shift, after)
     leaves = leaves_of(a, solved, "solved")
     if gauge != ONE and reads(a, factor, others):
         return None
-    factor, shift = (replaced(a, p, leaves) for p in (factor, shift))
+    factor, shift = (a.replaced(p, leaves) for p in (factor, shift))
     start = ZERO
     if c.start != ZERO:
-        start = a.mul(c.start, replaced(a, gauge, leaves_of(a, solved, "start")))
+        start = a.mul(c.start, a.replaced(gauge, leaves_of(a, solved, "start")))
     weight = ONE if factor == ONE else _weight(a, factor, step)
     if weight is None:
         folded = recurrence(a, factor, shift, start, step, a.index(plain(c.time)))
@@ -308,7 +291,7 @@ def _as_affine(
         name = "change_of_variables"
     if gauge == ONE:
         return name, folded
-    now = replaced(a, gauge, leaves_of(a, solved, "solved", {step: plain(c.time)}))
+    now = a.replaced(gauge, leaves_of(a, solved, "solved", {step: plain(c.time)}))
     return "change_of_variables", a.mul(folded, a.power(now, -1))
 
 
@@ -384,13 +367,13 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
     They stand in an order that their starts and steps tell, so that it is not that of the program.
     """
     here = leaves_of(a, carries, "solved")
-    steps = {c.form: replaced(a, c.after, here) for c in group}
+    steps = {c.form: a.replaced(c.after, here) for c in group}
     levels = [_level(a, p) for c in group for p in (c.start, steps[c.form])]
     level = 1 + max(levels)
     blank = {c.form: _carry(a, c, level, -1) for c in group}
 
     def rank(c: Carried) -> int:
-        after = bound_names(a, [step, *c.names], replaced(a, steps[c.form], _leaves(a, blank)))
+        after = bound_names(a, [step, *c.names], a.replaced(steps[c.form], _leaves(a, blank)))
         parts = [bound_names(a, c.names, c.start), after]
         return a.table.intern("ranked", None, parts, {}, keeps_bound=True).form
 
@@ -399,7 +382,7 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
     branches: list[tuple[Sequence[int], Poly]] = []
     for c in group:
         branches.append(bound_names(a, c.names, c.start))
-        after = replaced(a, steps[c.form], _leaves(a, mine))
+        after = a.replaced(steps[c.form], _leaves(a, mine))
         branches.append(bound_names(a, [step, *c.names], after))
     for k, c in enumerate(group):
         places = [((), a.index(plain(n))) for n in (c.time, *c.names)]
@@ -453,7 +436,7 @@ def iteration_again(a: Calculus, form: Form, branches: Branches) -> Poly:
         return lambda at: a.substitute(h, dict(zip(free, (before, *at), strict=True)))
 
     here = a.substitute(after, dict(zip(bound, (before, *at), strict=True)))
-    unfolded = replaced(a, here, {leaf: value(k) for k, leaf in enumerate(carries)})
+    unfolded = a.replaced(here, {leaf: value(k) for k, leaf in enumerate(carries)})
     return a.record("unfold", operation("same", made), unfolded)
 
 
@@ -468,30 +451,13 @@ def tree_value(
     at = [at[axes.index(k)] for k in range(len(axes))]
     step = a.table.fresh(prefix.length)
     along = t.positions[v][tree.layout.index(prefix.axis)]
-    read = [_entry_of_tree(lifting, v, tree, s, at, step) for s in (prefix.factors, prefix.added)]
-    if len(along) != 1 or None in read:
+    factor, shift = (
+        entry(lifting, v, source, at, {prefix.axis: plain(step)}, tree.layout.index)
+        for source in (prefix.factors, prefix.added)
+    )
+    if len(along) != 1 or factor is None or shift is None:
         return None
-    sources = zip((prefix.factors, prefix.added), read, strict=True)
-    factor, shift = (lifting.of(t.view(source), entry or []) for source, entry in sources)
     after = a.add(a.index(at[along[0]]), ONE)
     if tree.kind == "A":
         return recurrence(a, factor, ZERO, ONE, step, after)
     return recurrence(a, factor, shift, ZERO, step, after)
-
-
-def _entry_of_tree(
-    lifting: Lifting, v: int, tree: Tree, source: int, at: list[Index], step: int
-) -> list[Index] | None:
-    """Return the indices at which a step of a tree reads an array of its steps."""
-    t, read = lifting.t, dict[int, Index]()
-    for axis, theirs in enumerate(tree.layout):
-        mine, other = t.positions[v][axis], t.positions[source][theirs]
-        if theirs == tree.prefix.axis:
-            if len(other) != 1:
-                return None
-            read[other[0]] = plain(step)
-        elif [t.ids[v][q] for q in mine] != [t.ids[source][q] for q in other]:
-            return None
-        else:
-            read.update((q, at[p]) for q, p in zip(other, mine, strict=True))
-    return [read[k] for k in range(len(read))]

@@ -145,11 +145,18 @@ def _solved(a: Calculus, p: Poly, value: Poly) -> Poly:
     for mono, c in value:
         rest = a.sub(value, ((mono, c),))
         if len(mono) == 1 and mono[0][1] == 1 and not _reads(a, rest, mono[0][0]):
-            return with_atom(a, p, mono[0][0], a.scale(Fraction(-1) / Fraction(c), rest))
+            return _with_atom(a, p, mono[0][0], a.scale(Fraction(-1) / Fraction(c), rest))
     for mono, c in value:
         if (made := _reduced(a, p, value, mono, c)) == ZERO:
             return made
     return p
+
+
+def _with_atom(a: Calculus, p: Poly, atom: Atom, value: Poly) -> Poly:
+    """Return a polynomial with an atom replaced, inside other forms too."""
+    return a.replaced(
+        p, {atom.form: lambda at: value if at == atom.at else a.of(Atom(atom.form, at))}
+    )
 
 
 def _reduced(a: Calculus, p: Poly, value: Poly, lead: Mono, c: Number) -> Poly:
@@ -173,17 +180,3 @@ def _divides(lead: Mono, mono: Mono) -> bool:
 
 def _reads(a: Calculus, p: Poly, atom: Atom) -> bool:
     return any(atom.form in a.reached(x.form) for mono, _ in p for x, _ in mono)
-
-
-def with_atom(a: Calculus, p: Poly, atom: Atom, value: Poly) -> Poly:
-    """Return a polynomial with an atom replaced, inside other forms too."""
-
-    def to(x: Atom) -> Atom | Poly:
-        form = a.form(x)
-        if x == atom:
-            return value
-        if atom.form not in a.reached(x.form) or form.kind not in a.builders:
-            return x
-        return a.again(x, [(names, with_atom(a, q, atom, value)) for names, q in a.opened(x)])
-
-    return a.mapped(p, to)

@@ -28,7 +28,7 @@ def ordered(reader: Reader, number: int, output: int, here: list[Index]) -> Poly
     axis = params.get("dimension", params.get("axes", (params.get("axis", -1),))[0]) % len(shape)
     k = a.table.fresh(from_jax(shape[axis]))
     if e.name.startswith("arg"):
-        read = entry(reader, made, keys, here, {axis: plain(k)}, removed=axis)
+        read = entry(reader, made, keys, here, {axis: plain(k)}, lambda n: n - (n > axis))
         if read is None or not a.is_real(read):
             return None
         return orders.place(a, "argmax", k, a.scale(1 if e.name == "argmax" else -1, read))
