@@ -326,21 +326,26 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     place = {c: n for n, c in enumerate(order)}
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
+    kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
+    read_whole = {a.cls for c in kernels for a in choice[c].args}
+    fused = fused_terms(choice, order) - read_whole
     written = model.written(facts, roots, facts.keys() - mine)
+    written |= {c for c in order if is_elementwise(choice[c])} - fused
     last: dict[int, int] = {}
     for c in reversed(order):
         until = place[c] if c in written else last.get(c, place[c])
         for a in operands(c):
             last[a] = max(last.get(a, -1), until)
-    kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
-    read_whole = {a.cls for c in kernels for a in choice[c].args}
-    fused = fused_terms(choice, order) - read_whole
     held = [c for c in order if c in written and c not in reduced and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    masked = is_masked(choice, order) and not in_library
-    readers = [c for c in order if masked or not is_reduction(choice[c])]
-    users = Counter(a.cls for c in readers for a in choice[c].args)
+    masked = set() if in_library else {c for c in order if is_masked(choice, (c,))}
+    users = Counter(
+        a.cls
+        for c in order
+        for a in choice[c].args
+        if a.cls in masked or not is_reduction(choice[c])
+    )
 
     def lives(c: int, x: int) -> bool:
         # x is computed in c's buffer. XLA stores masked terms apart if they are also reduced.

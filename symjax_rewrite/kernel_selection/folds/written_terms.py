@@ -17,7 +17,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, eleme
 # Elementwise operations that XLA's CPU compiler fuses into a product and the reduction of it.
 STREAMED = frozenset(
     "abs convert_element_type div erf exp integer_pow log log1p logistic max min neg pow round"
-    " rsqrt select_n sqrt square sub tanh".split()
+    " rsqrt sqrt square sub tanh".split()
 )
 
 
@@ -115,7 +115,7 @@ def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
     choice, mine, _, _ = written_terms(t, cluster)
     maps = {choice[c].attr[0] for c in mine if choice[c].op == MAP}
     known = all(choice[c].op in (CONTRACT, REDUCE, ADD, MAP) for c in mine)
-    return known and maps <= STREAMED - {"select_n"}
+    return known and maps <= STREAMED
 
 
 def are_short_rows(cluster: Cluster, device: Device) -> bool:
@@ -168,17 +168,32 @@ def fused_terms(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
     """Return the elementwise classes that XLA computes in the loops that read them.
 
     One loop computes all that it reads once. Arithmetic is repeated in several loops, a function is
-    not, nor is what two reductions read: these are calls of XLA's library.
+    not, nor is what two reductions read: these are calls of XLA's library. The library knows some
+    operations; it reads what others compute.
     """
     loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
+    called: set[int] = set()  # the classes that calls of the library read, or compute
     fused = set()
     for c in reversed(order):
-        if is_elementwise(choice[c]) and _is_repeated(choice, c, loops[c]):
+        known = is_elementwise(choice[c]) and (c not in called or _is_known(choice, c))
+        if known and _is_repeated(choice, c, loops[c]):
             fused.add(c)
         mine = loops[c] if c in fused else {c}
         for a in choice[c].args:
             loops[a.cls] |= mine or {c}
+            if is_reduction(choice[c]) or (c in fused and c in called):
+                called.add(a.cls)
     return fused
+
+
+def _is_known(choice: Mapping[int, Node], c: int) -> bool:
+    """Return True for an elementwise operation that XLA's library knows; it has no clamp."""
+    node = choice[c]
+    if node.op != MAP:
+        return True
+    name, inner = node.attr[0], [choice[a.cls] for a in node.args if a.cls in choice]
+    ends = [n.op == MAP and n.attr[0] in {"min", "max"} - {name} for n in inner]
+    return name in STREAMED and not (name in ("min", "max") and any(ends))
 
 
 def _is_repeated(choice: Mapping[int, Node], c: int, loops: set[int]) -> bool:

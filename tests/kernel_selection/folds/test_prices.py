@@ -147,6 +147,39 @@ def test_arithmetic_that_two_sums_read_is_stored():
     assert takes_fold(jax.grad(loss), (1500, 8), (1500, 4))
 
 
+def test_the_library_reads_what_it_cannot_compute():
+    """It has no selection and no clamp: such terms are stored, with new pages if they are large."""
+
+    def masked(x, y, bias):
+        return jnp.sum(jnp.where(bias > 0, jnp.exp(x @ y.T), 0.0), 1)
+
+    def projected(p, places):
+        weights = jnp.clip(1 - jnp.abs(places[:, :, None] - jnp.arange(51.0)), 0, 1)
+        return jnp.sum(p[:, :, None] * weights, 1)
+
+    assert takes_fold(masked, (4096, 16), (4096, 16), (4096, 4096))
+    assert takes_fold(projected, (8192, 51), (8192, 51))
+
+
+def test_terms_of_a_size_that_the_allocator_may_keep_are_no_new_pages():
+    def kernel(x, z, a):
+        squares = jnp.sum(x**2, 1)[:, None] + jnp.sum(z**2, 1) - 2 * x @ z.T
+        return jnp.exp(-0.5 * squares) @ a
+
+    assert not takes_fold(kernel, (4000, 16), (2000, 16), (2000,))
+    assert takes_fold(kernel, (5000, 16), (4000, 16), (4000,))
+
+
+def test_what_a_selection_reads_is_written_over():
+    """Scores without the diagonal are one array, their exponentials another."""
+
+    def entropy(z):
+        scores = jnp.where(jnp.eye(2048, dtype=bool), -1e9, 2 * z @ z.T)
+        return jnp.mean(jax.nn.logsumexp(scores, 1))
+
+    assert not takes_fold(jax.grad(entropy), (2048, 128))
+
+
 def differential(q1, k1, q2, k2, v):
     def weights(q, k):
         return jax.nn.softmax(jnp.einsum("hid,hjd->hij", q, k), -1)
