@@ -9,11 +9,12 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
 `feature_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
-entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Squares*: products of sums over
-features with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: products of long
-matrices with few columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features;
-`chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a
-loop; `piece_s` of `FoldFacts`.
+entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in
+batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features
+with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: products of long matrices
+with few columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained`
+of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop;
+`piece_s` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -220,6 +221,17 @@ def ties(columns: int = 2048) -> None:
         print(f"{points} by {width}: {steps[0]:.0f} steps a pair along, {steps[1]:.0f} down")
 
 
+def blocks() -> None:
+    """Print the times of folds of short rows in batches, which have a block for each."""
+    for side in (48, 64, 96, 128, 180, 256):
+        count = 4_000_000 // side**2
+        x, y = array(count, side), array(count, side)
+        fold = sym_optimize(
+            lambda x, y: jnp.sum(jnp.abs(x[:, :, None] - y[:, None]), 1), kernels="always"
+        )
+        print(f"{side} by {side}: {seconds_of(fold, x, y) / count * 1e6:.2f} µs a block")
+
+
 def squares(width: int = 8) -> None:
     """Print how often products with square results compute again the sums that they are fused with.
 
@@ -285,6 +297,7 @@ def main() -> None:
         tiles()
         ties()
         squares()
+        blocks()
         pieces()
 
 

@@ -276,6 +276,7 @@ CPU = Device(
         turned_bytes_per_s=2e9,
         piece_s=3e-9,
         block_s=5e-6,
+        threaded_pairs=1 << 16,
         chained=0.35,
         stored_tile=4,
         down_tile=20,

@@ -201,6 +201,9 @@ class FoldFacts:
     block_s: float = quantity(
         "s", "beside a block's products, where loops and no kernel run a fold", FOLDS, 0.0
     )
+    threaded_pairs: float = quantity(
+        "pairs", "of a block whose operations threads share; a smaller one costs less", LAWS, 1
+    )
     kernel_share: float = quantity(
         "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
         "elementwise steps", ON_GPU, 1.0,

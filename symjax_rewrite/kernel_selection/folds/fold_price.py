@@ -368,13 +368,21 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     share = visited / max(pairs, 1)
     kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
     seconds = kept / device.bytes_per_s + _copy_seconds(spec, blocks, device)
-    seconds += folds.block_s * share * blocks.steps(spec)
+    seconds += share * _block_seconds(spec, blocks, pairs, folds)
     seconds += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
     seconds += share * _product_seconds(spec, device, pairs)
     filled = min(blocks.cols / folds.lanes, 1.0)
     seconds += visited * _steps(route, spec, blocks, device) / (filled * folds.fused_steps_per_s)
     seconds += device.page_seconds(fold_cost.result_bytes(spec))
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
+
+
+def _block_seconds(spec: FoldSpec, blocks: Blocks, pairs: int, folds: FoldFacts) -> float:
+    """Return the seconds of all blocks beside their arithmetic; small ones take less."""
+    count = blocks.steps(spec)
+    weighted = any(t.weights is not None for o in spec.outputs for t in terms_of(o))
+    small = 1.0 if spec.contractions or weighted else pairs / (count * folds.threaded_pairs)
+    return folds.block_s * count * min(small, 1.0)
 
 
 def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> float:

@@ -148,7 +148,7 @@ def test_arithmetic_that_two_sums_read_is_stored():
 
 
 def test_the_library_reads_what_it_cannot_compute():
-    """It has no selection and no clamp: such terms are stored, with new pages if they are large."""
+    """Selections and clamps are stored, with new pages if they are large."""
 
     def masked(x, y, bias):
         return jnp.sum(jnp.where(bias > 0, jnp.exp(x @ y.T), 0.0), 1)
