@@ -349,13 +349,6 @@ REMAT = "remat2"
 CALLS = frozenset("jit closed_call custom_jvp_call custom_vjp_call".split())
 
 
-def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
-    """Run equations in order, reading and writing variables in `env`."""
-    for eqn in eqns:
-        made = eval_equation(eqn, read_atoms(eqn.invars, env))
-        env.update(zip(eqn.outvars, made, strict=True))
-
-
 def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program without dead equations, dead carries and dead loop outputs."""
     return live_part(closed, [True] * len(closed.jaxpr.outvars), [True] * len(closed.in_avals))[0]

@@ -7,7 +7,6 @@ that a tree is replaced only where all its loops run as kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found
@@ -27,24 +26,18 @@ from symjax_rewrite.loops.associative_scan_loops import as_loops, tree_seconds
 from symjax_rewrite.loops.changes import Seconds, candidate, refused, rewritten
 from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Loop
-from symjax_rewrite.loops.loop_optimizer import LoopSearch, Routed
+from symjax_rewrite.loops.loop_optimizer import LoopPass, LoopSearch, Routed
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import FUSION
 
 Route = Callable[[Loop], Routed]
 
 
-@dataclass(frozen=True, slots=True)
-class AffineTrees:
-    """Replaces trees of affine steps, and their derivatives, by loops where these are faster.
+class AffineTrees(LoopPass):
+    """Replaces trees of affine steps, and their derivatives, by loops where these are faster."""
 
-    route: returns a kernel for a loop or None, and the reason.
-    """
-
-    route: Callable[[Loop, Options, Device], Routed]
-    name: str = "affine_trees"
+    name = "affine_trees"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the trees that run faster as loops together with their derivatives."""
@@ -63,8 +56,8 @@ class AffineTrees:
             return
         form, prices = "loops", [_seconds_of_loops(program, d, device) for d in found]
         if device.loops.steps_are_launches:
-            route = lambda loop: self.route(loop, context.options, device)  # noqa: E731
-            form, prices = "kernels", _seconds_of_kernels(around, found, context, route)
+            form = "kernels"
+            prices = _seconds_of_kernels(around, found, context, self.routes(context))
         taken: list[tuple[Differentiated, str, Seconds | None]] = []
         for d, eqn, seconds in zip(found, eqns, prices or [None] * len(found), strict=True):
             what = f"a differentiated tree of {d.prefix.length} steps"

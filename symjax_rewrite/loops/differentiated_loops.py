@@ -31,31 +31,28 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.changes import candidate
 from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Loop, get, run_equations, scanned
-from symjax_rewrite.loops.loop_optimizer import Routed, before_derivatives
+from symjax_rewrite.loops.loop_optimizer import LoopPass, Routed, before_derivatives
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.loops.rematerialization import fused_pair
-from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RECOMPUTATION
 
 MOST_CHOICES = 8  # assignments of cotangents to results that are tried
 MOST_SUNK = 16  # equations before a loop that are taken for equations of its steps
 
 
-@dataclass(frozen=True, slots=True)
-class DifferentiatedLoops:
+class DifferentiatedLoops(LoopPass):
     """Replaces loops and their backward loops by another loop and its gradient.
 
-    route: returns a kernel with cheap derivatives for a loop or None, and the reason.
+    Its kernels are those with cheap derivatives.
     """
 
-    route: Callable[[Loop, Options, Device], Routed]
-    name: str = "differentiated_loops"
+    name = "differentiated_loops"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the pairs of loops that have a better form."""
         if not (context.has(RECOMPUTATION) and context.reorders()):
             return
-        route = lambda loop: self.route(loop, context.options, context.device)  # noqa: E731
+        route = self.routes(context)
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
         for around, there, back in loop_pairs(program):
             pair = _LoopAndGradient(around, there, back)

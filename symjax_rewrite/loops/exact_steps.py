@@ -275,10 +275,7 @@ def _finite(x: Any) -> np.ndarray:
 def _power(x: Points, power: int) -> Points:
     if power < 1:
         raise Undecided
-    found = x
-    for _ in range(power - 1):
-        found = found * x
-    return found
+    return math.prod([x] * (power - 1), start=x)
 
 
 def _converted(x: Any, dtype: Any) -> Any:

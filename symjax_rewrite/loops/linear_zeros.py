@@ -29,11 +29,9 @@ def run_with_zeros(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
     for eqn in eqns:
         read = jax_internals.read_atoms(eqn.invars, env)
         zero = [x is None for x in read]
-        if not any(zero):
-            jax_internals.run_equations([eqn], env)
-        elif _is_zero(eqn, zero):
+        if any(zero) and _is_zero(eqn, zero):
             env.update(dict.fromkeys(eqn.outvars))
-        elif (kept := _summand(eqn, read)) is not None:
+        elif any(zero) and (kept := _summand(eqn, read)) is not None:
             env[eqn.outvars[0]] = kept
         else:
             given = [with_zero(x, v.aval) for x, v in zip(read, eqn.invars, strict=True)]

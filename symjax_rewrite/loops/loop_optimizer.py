@@ -63,14 +63,23 @@ def has_loops(program: Program) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ImprovedLoops:
-    """Moves work out of loops, or runs loops as kernels.
+class LoopPass:
+    """A pass for which a loop may run as a kernel.
 
     route: returns a kernel for a loop or None, and the reason.
     """
 
     route: Callable[[Loop, Options, Device], Routed]
-    name: str = "loops"
+
+    def routes(self, context: Context) -> Callable[[Loop], Routed]:
+        """Return the same under the options and on the device of a context."""
+        return lambda loop: self.route(loop, context.options, context.device)
+
+
+class ImprovedLoops(LoopPass):
+    """Moves work out of loops, or runs loops as kernels."""
+
+    name = "loops"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the loops of a program that have a cheaper form.
@@ -90,7 +99,7 @@ class ImprovedLoops:
             context.rules.passes,
             context.reorders(),
             optimise,
-            lambda loop: self.route(loop, context.options, context.device),
+            self.routes(context),
             context.is_light(program),
         )
         yield from search.loops(context.loops) if context.loops else search.every()

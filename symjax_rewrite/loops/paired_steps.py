@@ -10,7 +10,6 @@ the cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Replacement
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.dataflow import numbers
@@ -29,8 +27,8 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
 from symjax_rewrite.loops.changes import part_of
 from symjax_rewrite.loops.differentiated_loops import loop_pairs
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.loop import Loop, get, run_equations, scanned
-from symjax_rewrite.loops.loop_optimizer import Routed
+from symjax_rewrite.loops.loop import get, run_equations, scanned
+from symjax_rewrite.loops.loop_optimizer import LoopPass
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.loops.program_partition import (
     FUSED,
@@ -40,19 +38,13 @@ from symjax_rewrite.loops.program_partition import (
     without_barrier,
 )
 from symjax_rewrite.loops.sunk_operands import Sinkable
-from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RECOMPUTATION, REDUNDANCY
 
 
-@dataclass(frozen=True, slots=True)
-class PairedSteps:
-    """Optimises the bodies of loops together with those of their backward loops.
+class PairedSteps(LoopPass):
+    """Optimises the bodies of loops together with those of their backward loops."""
 
-    route: returns a kernel for a loop or None, and the reason.
-    """
-
-    route: Callable[[Loop, Options, Device], Routed]
-    name: str = "paired_steps"
+    name = "paired_steps"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the pairs of loops whose steps, taken together, have a fold or store less.
@@ -84,8 +76,8 @@ class PairedSteps:
         avals = [program.avals[v] for v in numbers(part.reads)]
         inside = flatten(jax_internals.make_avals_jaxpr(part.fun, avals)).equations
         loops = [normal_loop(e) for e in inside if e.name == "scan"]
-        options, device = context.options, context.device
-        return all(x is not None and self.route(x, options, device)[0] is not None for x in loops)
+        route = self.routes(context)
+        return all(x is not None and route(x)[0] is not None for x in loops)
 
 
 Slot = tuple[str, Any]  # an operand of a step: its kind, and an outer value or number of a carry

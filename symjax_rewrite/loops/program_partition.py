@@ -47,7 +47,7 @@ class CutProgram:
         """Compute the results of the first part, then the kept values, from the known inputs."""
         env = self._constants()
         env.update(zip(self.closed.jaxpr.invars[: self.known], values, strict=True))
-        jax_internals.run_equations(self.first, env)
+        run_with_zeros(self.first, env)
         return jax_internals.read_atoms([*self.results, *self.kept], env)
 
     def run_last(self, kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:

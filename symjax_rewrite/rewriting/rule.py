@@ -7,7 +7,6 @@ the left and a kernel on the right (see `route`). Packs of rules compose with `+
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -202,8 +201,10 @@ class Axiom:
 
     def forms(self, ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         """Yield the equal forms of a node, until a right side is given up outside `built`."""
-        with contextlib.suppress(NotBuiltError):
+        try:
             yield from self.apply(ctx, cls, node)
+        except NotBuiltError:
+            return
 
     def reason(self, cls: int) -> Justification:
         """Return the explanation of a node that this rule adds at a class."""
