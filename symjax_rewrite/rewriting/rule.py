@@ -244,7 +244,7 @@ def axiom(
 
 def _checked(apply: Apply) -> Apply:
     """Return the function of an axiom; that of a user raises `RuleError` in place of its errors."""
-    if apply.__module__.startswith("symjax_rewrite."):
+    if (apply.__module__ or "").startswith("symjax_rewrite."):
         return apply
 
     @functools.wraps(apply)
@@ -254,7 +254,7 @@ def _checked(apply: Apply) -> Apply:
                 if not isinstance(ref, Ref):
                     raise TypeError(f"yields {type(ref).__name__}, which is no reference")
                 yield ref
-        except (OutOfTimeError, SymjaxError):
+        except (OutOfTimeError, NotBuiltError, SymjaxError):
             raise
         except Exception as error:  # code of users, which may raise anything
             got = f"{type(error).__name__}: {error}"

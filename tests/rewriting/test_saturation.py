@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import RulePack, axiom, packs, sym_optimize
+from symjax_rewrite.rewriting.right_side import RightSide
 from tests.equal_forms import agree, c64, f16
+from tests.programs import A, B, W, X, lora
 
 
 def test_written_node_that_a_rule_makes_too_stays_written():
@@ -92,3 +94,15 @@ def test_complex_coefficients_have_no_sign():
     agree(
         lambda x, w, a, b: x @ (w - (a @ b) * (1 + 2j)), c64(3, 4), c64(4, 5), c64(4, 1), c64(1, 5)
     )
+
+
+def test_form_that_a_rule_gives_up_is_a_refusal():
+    @axiom("a·b = a·b", property="associativity", on=("contract",))
+    def given_up(context, cls, node):
+        yield context.g.ref(cls)
+        raise RightSide.of(context, given_up, cls).refused("its product has no order")
+
+    pack = packs.default + RulePack("mine", (given_up,))
+    report = sym_optimize(lora, rules=pack).explain(X, W, A, B)
+    assert [r.name for r in report.rules] == ["lora"]
+    assert "its product has no order" in [r.reason for r in report.routes]
