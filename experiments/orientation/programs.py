@@ -203,6 +203,14 @@ def fused() -> dict[str, Program]:
             lambda x, c, w: jnp.max(jnp.abs(x[:, None] - c), -1) @ w,
             (array(4000, 64), array(64, 64), array(64, 10)),
         ),
+        "additive attention": (
+            additive_attention,
+            (array(300, 256), array(300, 256, seed=1), array(256), array(300, 64)),
+        ),
+        "weighted differences": (
+            lambda x, w: jnp.sum(jnp.abs(x[:, None] - x) * w, -1),
+            (array(500, 128), array(128)),
+        ),
         "sums of points": (lambda x: jnp.sum(x, -1), (array(300_000, 3),)),
     }
 
@@ -215,6 +223,10 @@ def distance_loss(x, w):
 def forces(x):
     r = x[None] - x[:, None]
     return jnp.sum(jnp.sin(r) / (jnp.sum(r**2, -1, keepdims=True) + 0.1) ** 1.5, 1)
+
+
+def additive_attention(q, k, w, v):
+    return jax.nn.softmax(jnp.tanh(q[:, None] + k) @ w) @ v
 
 
 def kernel_smoother(x, y, v):

@@ -316,7 +316,7 @@ CPU = Device(
     columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11, 1) else None,
     column_scans=ColumnScanFacts(),
     fusions=(
-        FusionFacts(product_s=0.0, square_repeats=4.0, sorts_parts=True)
+        FusionFacts(product_s=0.0, square_repeats=4.0, sums_are_products=True, sorts_parts=True)
         if jax.__version_info__ < (0, 11)
         else FusionFacts()
     ),

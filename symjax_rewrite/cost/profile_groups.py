@@ -412,6 +412,7 @@ class FusionFacts:
     square_repeats: float = quantity(
         "1", "times that a product with a square result sums again what it is fused with", LAWS, 0.0
     )
+    sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
     def across_seconds(self, rows: float, page_s: float) -> float:

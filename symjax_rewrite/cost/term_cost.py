@@ -104,13 +104,18 @@ class Facts(NamedTuple):
 class CostModel:
     """The prices of nodes of one e-graph on one device at one sample of the named sizes.
 
-    computed: leaves that the rest of a program computes.
+    computed: leaves that the rest of a program computes. inlined: those of them that one term
+    reads, and that XLA computes in the kernel of that term unless it is a product.
     """
 
     def __init__(
-        self, device: Device, at: Callable[[Dim], int], computed: frozenset[int] = frozenset()
+        self,
+        device: Device,
+        at: Callable[[Dim], int],
+        computed: frozenset[int] = frozenset(),
+        inlined: frozenset[int] = frozenset(),
     ) -> None:
-        self.device, self.at, self.computed = device, at, computed
+        self.device, self.at, self.computed, self.inlined = device, at, computed, inlined
         self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
         self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
@@ -206,14 +211,14 @@ class CostModel:
             largest = max(largest, f.bytes)
             if f.is_free or cls in given:
                 continue
-            kernel_bytes, work, in_place = self._kernel(facts, cls, written, given)
+            kernel_bytes, work, fresh_s = self._kernel(facts, cls, written, given)
             if f.flops is None:
                 elementwise += work
             else:
                 flops += f.flops
             launches += not self._is_fused(cls, f)
             moved += kernel_bytes
-            seconds += self._seconds(cls, f, kernel_bytes, work, in_place)
+            seconds += self._seconds(cls, f, kernel_bytes, work, fresh_s)
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
     def kernel_seconds(
@@ -235,24 +240,24 @@ class CostModel:
         return self._limits(root, facts[root], *self._kernel(facts, root, written, given))
 
     def _limits(
-        self, cls: int, f: Facts, kernel_bytes: float, work: float, in_place: bool
+        self, cls: int, f: Facts, kernel_bytes: float, work: float, fresh_s: float
     ) -> tuple[float, float, float, float]:
         d = self.device
         moved = kernel_bytes / d.bytes_per_s
         if self._is_fused(cls, f):
             return work / d.folds.fused_steps_per_s, moved, 0.0, 0.0
         least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak + f.packing
-        return least, moved, 0.0 if in_place else f.pages, d.launch_s
+        return least, moved, fresh_s, d.launch_s
 
     def _is_fused(self, cls: int, f: Facts) -> bool:
         """Return True if an elementwise value is computed in the kernel of its reader."""
         return cls in self.fused and not f.is_kernel
 
     def _seconds(
-        self, cls: int, f: Facts, kernel_bytes: float, work: float, in_place: bool
+        self, cls: int, f: Facts, kernel_bytes: float, work: float, fresh_s: float
     ) -> float:
         """Return the seconds of a kernel by the facts of the class that it writes."""
-        arithmetic, memory, fresh, launch = self._limits(cls, f, kernel_bytes, work, in_place)
+        arithmetic, memory, fresh, launch = self._limits(cls, f, kernel_bytes, work, fresh_s)
         return max(arithmetic, memory) + fresh + launch
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
@@ -302,14 +307,15 @@ class CostModel:
 
     def _kernel(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
-    ) -> tuple[float, float, bool]:
+    ) -> tuple[float, float, float]:
         """Return the bytes moved and the elementwise work of the kernel that writes `root`.
 
-        The third is True if XLA writes the result over an operand: an elementwise kernel, of an
-        array of its size that the program has computed.
+        The third is the seconds of fresh memory. An elementwise kernel needs none where XLA writes
+        its result over an operand: an array of its size that the program has computed. A product
+        needs more where it reads a value that would else be inlined.
         """
         read: dict[tuple[int, bool], float] = {}
-        work = 0.0
+        work = fresh_s = 0.0
         stack = [root]  # an unwritten class has one reader, so this is a tree
         for cls in stack:
             f = facts[cls]
@@ -321,16 +327,22 @@ class CostModel:
                 if arg in written or below.is_free or arg in given:
                     is_part = f.node.op in (op.SLICE, op.TAKE)
                     size = min(below.bytes, f.bytes) if is_part else below.bytes
+                    if arg in self.inlined:
+                        if not f.is_kernel:
+                            continue
+                        fresh_s += below.pages
+                        size += below.bytes  # written too
                     read[arg, f.node.op == op.SLICE] = size
                 else:
                     stack.append(arg)
         made, flops = facts[root].bytes, facts[root].flops
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
-            return max(sum(read.values()) - made, 0.0), work, False
+            return max(sum(read.values()) - made, 0.0), work, 0.0
         apart = (c for c, _ in read if c not in given)
         computed = (c for c in apart if c in self.computed or not facts[c].is_free)
         in_place = flops is None and any(facts[c].bytes == made for c in computed)
-        return made + sum(read.values()), work, in_place
+        fresh_s += 0.0 if in_place else facts[root].pages
+        return made + sum(read.values()), work, fresh_s
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

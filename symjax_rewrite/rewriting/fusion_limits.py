@@ -1,18 +1,23 @@
-"""Values that are stored where XLA's fused code is slow.
+"""Values that are stored where XLA's fused code is slow, and rows that are not where a product is.
 
 XLA's CPU compiler fuses the operations that a reduction reads into one call of its library. The
 call takes some time for every innermost row of the array, which is long for rows of one to four
 elements, as of points in space; and it computes a product in the fusion again for every element
 that reads it. A product of matrices takes the reductions that it reads into its own call, which
 then writes what they reduce. With as many rows as columns it reduces again for its left operand,
-and takes up to 100 times as long (until jaxlib 0.12). Until jaxlib 0.11 the compiler also sorts
-whole rows where a part of a top-k is read (experiments/orientation). A rounding to the precision
-that the values have changes no value and is not fused; a barrier keeps a top-k one operation.
+and takes up to 100 times as long (until jaxlib 0.12). A product of rows and a vector stores the
+rows, a sum of products does not; but until jaxlib 0.11 XLA makes a product of that. Until then it
+also sorts whole rows where a part of a top-k is read (experiments/orientation).
+
+A rounding to the precision that the values have changes no value and is not fused; a barrier keeps
+a top-k one operation.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +39,12 @@ from symjax_rewrite.ir.dataflow import cone, makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
-from symjax_rewrite.rewriting.equation_forms import candidate, is_in_place, unstored_bytes
+from symjax_rewrite.rewriting.equation_forms import (
+    candidate,
+    is_in_place,
+    is_sharded,
+    unstored_bytes,
+)
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 
 RULE = (STORED, LOCALITY)
@@ -58,9 +68,14 @@ class FusionLimits:
         least = facts.least_elements
         found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= least]
         found = [e for e in found if not _is_view(e)]
+        weighted: dict[Equation, Candidate] = {}
+        if context.reorders():
+            weighted = dict(_weighted_sums(program, facts, context.device))
+            yield from weighted.values()
         if found:
             yield from _reductions(found, program, facts, context.device)
-            yield from _reduced_in_products(found, program, facts, context.device)
+            others = [e for e in found if e not in weighted]
+            yield from _reduced_in_products(others, program, facts, context.device)
             if context.reorders():
                 yield from _short_sums(found, program, facts, context.device)
         if facts.sorts_parts:
@@ -157,9 +172,9 @@ def _reduced_in_products(
         long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
         if not (long and chain.computed and chain.spread):
             continue
-        products = {u.outvals: u for u in _fused_readers(e, users) if u.name == "dot_general"}
-        if len(products) == 1 and not any(map(_is_square, products.values())):
-            # What several products read is stored.
+        readers = {u.outvals: u for u in _fused_readers(e, users) if u.name == "dot_general"}
+        products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
+        if len(readers) == len(products) == 1:  # what several products read is stored
             read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
             rows_s = facts.row_s * made
             fused_s = rows_s + device.page_seconds(4.0 * read)
@@ -179,6 +194,71 @@ def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator
                 reached.update(dict.fromkeys(u.outvals))
 
 
+def _weighted_sums(
+    program: Program, facts: FusionFacts, device: Device
+) -> Iterator[tuple[Equation, Candidate]]:
+    """Yield products of computed rows and a vector: tanh(x + y) @ w is Σ tanh(x + y)·w, fused."""
+    makers, users = makers_of(program.equations), users_of(program.equations)
+    for e in program.equations:
+        rows = _weighted_rows(e, makers, facts)
+        if rows is None or program.avals[rows].size < facts.least_elements:
+            continue
+        chain = _chain(program, rows, makers, users)
+        if len(users[rows]) > 1 or not (chain.steps and chain.computed and chain.spread):
+            continue
+        size, width = program.avals[rows].size, program.avals[rows].shape[-1]
+        if width < facts.long_row:
+            continue
+        fused_s = _elementwise_seconds(rows, makers, device) + facts.row_s * size / width
+        stored_s = fused_s + device.page_seconds(4.0 * size)
+        if e.name == "reduce_sum":  # a product as written is fast while its rows stay in cache
+            stored_s += facts.stored_s * size
+        if margins.pays(stored_s, fused_s, "orientation", device):
+            part = _fused_sum(e, facts.sums_are_products)
+            yield e, candidate(RULE, e.where(), part, (stored_s, fused_s))
+
+
+def _weighted_rows(e: Equation, makers: Mapping[int, Equation], facts: FusionFacts) -> int | None:
+    """Return the rows that an equation sums with weights, where XLA would store them."""
+    avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
+    if e.name not in ("dot_general", "reduce_sum") or is_sharded(e) or not is_in_place(e, DTYPES):
+        return None
+    if e.name == "dot_general":
+        (summed, _), rows = e.eqn.params["dimension_numbers"], avals[:2]
+        for k, v in enumerate(e.invals):
+            is_row = tuple(summed[k]) == (rows[k].ndim - 1,) and rows[k].ndim > 1
+            if is_row and rows[1 - k].ndim == 1 and all(x.dtype in DTYPES for x in avals):
+                return v if isinstance(v, int) else None
+        return None
+    product = makers.get(e.reads[0])
+    along = _is_along_rows(e, avals[0].shape[-1])
+    if not (facts.sums_are_products and along and product is not None and product.name == "mul"):
+        return None
+    computed = [v for v in product.reads if v in makers and makers[v].name in ELEMENTWISE - VIEWS]
+    return e.reads[0] if len(computed) == 1 and len(product.reads) == 2 else None
+
+
+def _fused_sum(e: Equation, halved: bool) -> Replacement:
+    """Return a weighted sum that XLA fuses, apart from what reads it.
+
+    halved: it would make a product of a sum of products; a sum of sums of halves is none.
+    """
+
+    def run(x: Any, *weights: Any) -> Any:
+        p = functools.reduce(operator.mul, weights, x)
+        return stored_apart(jnp.sum(p * 0.5 + p * 0.5 if halved else p, p.ndim - 1))
+
+    return Replacement(e.outvals, e.invals, run, source=e.eqn)
+
+
+def _elementwise_seconds(v: int, makers: Mapping[int, Equation], device: Device) -> float:
+    """Return the seconds of the arithmetic that computes a value, in one fused loop."""
+    made = [m for m in _made_from([v], makers) if m.name in ELEMENTWISE - VIEWS]
+    sizes = [math.prod(shape_of(m.eqn.outvars[0])) for m in made]
+    steps = [n * (1 + device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
+    return sum(steps) / device.folds.fused_steps_per_s
+
+
 def _square_products(program: Program, facts: FusionFacts, device: Device) -> Iterator[Candidate]:
     """Yield the left operands of square products that are computed from sums as large as they."""
     products = [e for e in program.equations if e.name == "dot_general" and is_in_place(e, DTYPES)]
@@ -195,6 +275,10 @@ def _square_products(program: Program, facts: FusionFacts, device: Device) -> It
         seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
         if sums and margins.pays(*seconds, "orientation", device):
             yield candidate(RULE, e.where(), _stored_result(makers[left]), seconds)
+
+
+def _is_batched(e: Equation) -> bool:
+    return any(e.eqn.params["dimension_numbers"][1])
 
 
 def _is_square(e: Equation) -> bool:

@@ -61,7 +61,7 @@ class Region:
     one elementwise term reads, in whose kernel XLA may compute them. key: equal for regions
     that are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
     the number of every class in the key. slots: the slots of every class in the key's order. tags:
-    further properties that distinguish leaves (frozen, storage, computed by the program).
+    further properties that distinguish leaves (frozen, storage, computed by the program, inlined).
     """
 
     classes: list[int]

@@ -46,7 +46,8 @@ def find_regions(
 ) -> list[Region]:
     """Find the regions worth solving, in program order.
 
-    tag: returns further properties that distinguish leaves in keys (frozen, storage, computed).
+    tag: returns further properties that distinguish leaves in keys: frozen, storage, computed by
+        the program, inlined.
     frozen: True if some inputs are frozen, so that scales and sums can be folded into them.
     part_of: returns the classes of a region to solve.
     """
@@ -92,6 +93,12 @@ def _is_fused(g: EGraph, need: Needed, cls: int) -> bool:
         return False
     user = node_of(g, users[0])
     return user.op == MAP or (user.op in LINEAR and not user.bound)
+
+
+def is_inlined(g: EGraph, need: Needed, cls: int) -> bool:
+    """Return True if one term reads an elementwise value, and nothing else does."""
+    single = cls not in need.outside and need.uses.get(cls) == 1
+    return single and node_of(g, cls).op == MAP
 
 
 def _members(t: TermGraph, need: Needed) -> set[int]:

@@ -114,8 +114,8 @@ class Solver:
         back = {g.find(ref).cls: c for c, ref in to.items()}
         leaves = {g.find(to[c]).cls: c for c in region.leaves}
         frozen = Frozen(g, {at for at, c in leaves.items() if c in known})
-        made = frozenset([at for at, c in leaves.items() if region.tags[c][2]])
-        models = [CostModel(self.context.device, _at(x), made) for x in self.terms.samples]
+        made = [frozenset([at for at, c in leaves.items() if region.tags[c][k]]) for k in (2, 3)]
+        models = [CostModel(self.context.device, _at(x), *made) for x in self.terms.samples]
         first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
         written = original_choice(g)
         for model in models:

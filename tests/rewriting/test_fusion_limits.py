@@ -60,6 +60,11 @@ TAKEN = {
     ),
     "sums of points": (lambda x: jnp.sum(x, -1), array(60_000, 3)),
     "distances in a product": (kernel_times, array(2000, 64), array(70, 64), array(70, 3)),
+    "rows and a vector": (lambda x, w: jnp.tanh(x[:, None] - x) @ w, array(450, 64), array(64)),
+    "a vector and rows": (
+        lambda x, w: jnp.einsum("k,ijk->ij", w, jnp.abs(x[:, None] - x)),
+        array(450, 64), array(64),
+    ),
     "largest differences in a product": (
         lambda x, y, w: jnp.max(jnp.abs(x[:, None] - y), -1) @ w,
         array(2000, 64), array(70, 64), array(70, 3),
@@ -130,6 +135,14 @@ LEFT = {
         lambda x, y, w: (lambda k: k @ w + k @ w[::-1])(jnp.exp(-distances(x, y) / 100)),
         array(2000, 64), array(70, 64), array(70, 3),
     ),
+    "rows that two read": (
+        lambda x, w: (lambda t: t @ w + jnp.max(t, -1))(jnp.tanh(x[:, None] - x)),
+        array(450, 64), array(64),
+    ),
+    "few rows and a vector": (lambda x, w: jnp.abs(x[:, None] - x) @ w, array(100, 64), array(64)),
+    "short rows and a vector": (lambda x, w: jnp.abs(x[:, None] - x) @ w, array(800, 9), array(9)),
+    "rows in memory and a vector": (lambda t, w: jnp.tanh(t) @ w, array(450, 450, 64), array(64)),
+    "rows and a matrix": (lambda x, w: jnp.abs(x[:, None] - x) @ w, array(450, 64), array(64, 2)),
     "distances in memory": (lambda d, w: jnp.max(d, -1) @ w, array(2000, 70, 64), array(70, 3)),
 }  # fmt: skip
 
@@ -143,6 +156,17 @@ def test_fast_fusions_stay(name: str) -> None:
 def test_exact_numerics_keep_the_order_of_sums() -> None:
     assert not stored(lambda x: jnp.sum(x, -1), array(60_000, 3), numerics="exact")
     assert stored(forces, POINTS, numerics="exact")  # storing changes no value
+
+
+@OLD
+def test_weighted_sums_of_computed_rows_are_no_products_and_keep_special_values() -> None:
+    def scores(x, w):
+        return jnp.sum(jnp.abs(x[:, None] - x) * w, -1)
+
+    x = array(60, 64)
+    assert stored(scores, x, array(64))
+    assert stored(scores, x.at[0, 0].set(jnp.nan).at[1, 1].set(3e38), array(64))
+    assert not stored(scores, x, array(64), numerics="exact")
 
 
 def test_special_values_are_kept() -> None:
