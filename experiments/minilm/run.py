@@ -23,6 +23,7 @@ import numpy as np
 import weights
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.command_line.terminal import progress
 
 SENTENCES = (
     "The weather is lovely today.",
@@ -47,24 +48,24 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write README.md and results.json")
     options = parser.parse_args()
     rounds = 3 if options.quick else 11 if options.write else 5
-    with Phases(5 if options.write else 4) as phases:
-        phases.next("loading the model")
+    with progress("MiniLM", 5 if options.write else 4) as begin:
+        begin("loading the model")
         encoder, arguments = load(options.quick)
         calls = calls_of(arguments)
-        phases.next("optimising")
+        begin("optimising")
         rewritten = sym_optimize(model.encode)
         reports = {title: rewritten.explain(*call) for title, call in calls.items()}
         gaining = [title for title in calls if reports[title].changed] or [*calls][-1:]
-        phases.next("compiling, as written and rewritten")
+        begin("compiling, as written and rewritten")
         timed = [*calls] if options.write else gaining
         pairs = {title: Compiled.of(rewritten, calls[title]) for title in timed}
-        phases.next("running both in turn")
+        begin("running both in turn")
         speed = {title: measured(pairs[title], calls[title], rounds) for title in timed}
         last = gaining[-1]
         vectors = encoded(pairs[last], calls[last], arguments)
         build = build_of(pairs[last], reports[last])
         if options.write:
-            phases.next("timing the optimiser against XLA's compiler")
+            begin("timing the optimiser against XLA's compiler")
             specs = harness.specs_of(arguments)
             count = 1 if options.quick else 3
             build = harness.build_time(model.encode, sym_optimize, specs, count)
@@ -79,38 +80,6 @@ def main() -> None:
     if options.write:
         rules = {t: {rule.name: rule.count for rule in r.rules} for t, r in reports.items()}
         save(encoder.origin, difference, rules, resources, build, speed)
-
-
-class Phases:
-    """Tells on stderr which phase of how many runs, and for how long: a bar on a terminal."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.now, self.start = count, 0, time.perf_counter()
-        self.bar: Any = None
-
-    def __enter__(self) -> "Phases":
-        if sys.stderr.isatty():
-            from rich import console, progress
-
-            parts = ("{task.description}", progress.BarColumn(), progress.TimeElapsedColumn())
-            screen = console.Console(stderr=True)
-            self.bar = progress.Progress(*parts, console=screen, transient=True)
-            self.bar.start()
-            self.task = self.bar.add_task("", total=self.count)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def next(self, title: str) -> None:
-        """Begin a phase."""
-        text, self.now = f"[{self.now + 1}/{self.count}] {title}", self.now + 1
-        if self.bar is not None:
-            self.bar.update(self.task, description=text.replace("[", r"\["), completed=self.now - 1)
-        else:
-            seconds = time.perf_counter() - self.start
-            print(f"{seconds:5.1f} s {text} …", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
