@@ -142,11 +142,10 @@ class Device:
     def page_seconds(self, fresh_bytes: float) -> float:
         """Return the seconds of memory pages that every call requests from the system again.
 
-        The allocator keeps a block up to a size. A larger one it returns as a whole, unless the
-        program has left twice that size free: then the block is taken from there. The share rises
-        from zero to one between, so that prices have no jump.
+        The allocator keeps a block up to a size and returns a larger one as a whole. The share
+        rises from zero to one just below that size, so that prices have no jump.
         """
-        share = min(max(fresh_bytes / self.memory.kept_bytes - 1, 0.0), 1.0)
+        share = min(max(64 * fresh_bytes / self.memory.kept_bytes - 63, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
     def peak(self, dtype: str, precision: object = None) -> float:

@@ -339,7 +339,9 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     held = [c for c in order if c in written and c not in reduced and c not in fused]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    masked = set() if in_library else {c for c in order if is_masked(choice, (c,))}
+    # A selection of row values, as in a logsumexp, is computed between calls of the library.
+    apart = in_library or is_masked(choice, choice.keys() - mine)
+    masked = set() if apart else {c for c in order if is_masked(choice, (c,))}
     users = Counter(
         a.cls
         for c in order
