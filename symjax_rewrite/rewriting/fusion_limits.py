@@ -231,7 +231,7 @@ def _weighted_rows(e: Equation, makers: Mapping[int, Equation], facts: FusionFac
                 return v if isinstance(v, int) else None
         return None
     product = makers.get(e.reads[0])
-    along = _is_along_rows(e, avals[0].shape[-1])
+    along = avals[0].ndim > 0 and _is_along_rows(e, avals[0].shape[-1])
     if not (facts.sums_are_products and along and product is not None and product.name == "mul"):
         return None
     computed = [v for v in product.reads if v in makers and makers[v].name in ELEMENTWISE - VIEWS]

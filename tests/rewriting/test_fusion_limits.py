@@ -169,6 +169,11 @@ def test_weighted_sums_of_computed_rows_are_no_products_and_keep_special_values(
     assert not stored(scores, x, array(64), numerics="exact")
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0)])
+def test_sums_of_few_numbers_stay(shape: tuple[int, ...]) -> None:
+    assert not stored(lambda x: lax.reduce_sum(jnp.tanh(x) * x, range(x.ndim)), jnp.ones(shape))
+
+
 def test_special_values_are_kept() -> None:
     x = POINTS.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
     assert stored(forces, x)
