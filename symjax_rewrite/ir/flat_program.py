@@ -29,7 +29,7 @@ def value_key(v: Value) -> object:
     return v if isinstance(v, int) else (bits(v), v.aval)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, init=False)
 class Equation:
     """One equation: the JAX equation it came from, and the values it reads and makes.
 
@@ -47,9 +47,18 @@ class Equation:
     name: str = field(init=False)
     reads: tuple[int, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.name = self.eqn.primitive.name
-        self.reads = tuple([v for v in self.invals if isinstance(v, int)])
+    def __init__(
+        self,
+        eqn: JaxprEqn,
+        invals: tuple[Value, ...],
+        outvals: tuple[int, ...],
+        same_as: tuple[Value, ...] = (),
+        calls: tuple[JaxprEqn, ...] = (),
+    ) -> None:
+        self.eqn, self.invals, self.outvals = eqn, invals, outvals
+        self.same_as, self.calls = same_as, calls
+        self.name = eqn.primitive.name
+        self.reads = tuple([v for v in invals if type(v) is int])
 
     def where(self) -> str:
         """Return the user's source line of the equation."""
@@ -100,10 +109,7 @@ def inline(
         number = env[var] = program.new_value(var.aval)
         program.consts[number] = const
 
-    def read(atoms: Sequence[Any]) -> list[Value]:
-        return [a if isinstance(a, jax_internals.Literal) else env[a] for a in atoms]
-
-    avals, keeps = program.avals, RULED if program.has_rules else ()
+    literal, avals, keeps = jax_internals.Literal, program.avals, RULED if program.has_rules else ()
     scoped = bool(calls and calls[-1].source_info.name_stack.stack)
     for eqn in jaxpr.eqns:
         if scoped:
@@ -112,20 +118,23 @@ def inline(
         body = _body(eqn) if name in BODIES else None
         if body is not None and name not in keeps:
             taken = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
-            results = inline(program, body, read(taken), (*calls, eqn))
+            inner = [a if isinstance(a, literal) else env[a] for a in taken]
+            results = inline(program, body, inner, (*calls, eqn))
             env.update(zip(eqn.outvars, results, strict=True))
             continue
-        invals, first = tuple(read(eqn.invars)), len(avals)
-        avals += [v.aval for v in eqn.outvars]
+        invals = tuple([a if isinstance(a, literal) else env[a] for a in eqn.invars])
+        first = len(avals)
+        for var in eqn.outvars:
+            env[var] = len(avals)
+            avals.append(var.aval)
         outvals = tuple(range(first, len(avals)))
-        env.update(zip(eqn.outvars, outvals, strict=True))
         same_as: tuple[Value, ...] = ()
         if name == "cond" and jax_internals.platform_branches(eqn):
             same_as = _one_implementation(program, eqn, invals)
             if len(outvals) > 1:
                 program.saved.update(outvals)
         program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
-    return read(jaxpr.outvars)
+    return [a if isinstance(a, literal) else env[a] for a in jaxpr.outvars]
 
 
 def append(program: Program, fun: Callable[..., Any], given: Sequence[Value]) -> list[Value]:
