@@ -203,8 +203,11 @@ def users_of(equations: Iterable[Equation]) -> dict[int, list[Equation]]:
     """Return, for each value, the equations that read it, in order, each once."""
     users: dict[int, list[Equation]] = {}
     for e in equations:
-        for v in dict.fromkeys(e.reads):
-            users.setdefault(v, []).append(e)
+        for v in e.reads if len(e.reads) < 2 else dict.fromkeys(e.reads):
+            if v in users:
+                users[v].append(e)
+            else:
+                users[v] = [e]
     return users
 
 

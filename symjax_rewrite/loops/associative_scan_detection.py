@@ -162,9 +162,10 @@ def _seeds(program: Program, evaluator: Evaluator) -> dict[int, Polynomials]:
     """Return the arrays whose even and odd entries are both read."""
     parities: dict[tuple[int, int], set[int]] = {}
     for e in program.equations:
-        strides = (e.name == "slice" and e.eqn.params["strides"]) or ()
+        if e.name != "slice":
+            continue
+        strides, v = e.eqn.params["strides"] or (), e.invals[0]
         axes = [k for k, s in enumerate(strides) if s != 1]
-        v = e.invals[0] if e.invals else None
         if len(axes) == 1 and strides[axes[0]] == 2 and isinstance(v, int):
             start = e.eqn.params["start_indices"][axes[0]]
             parities.setdefault((v, axes[0]), set()).add(start)

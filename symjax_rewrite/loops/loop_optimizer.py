@@ -56,10 +56,11 @@ Routed = tuple[Route | None, str]  # a kernel or None, and the reason
 
 def has_loops(program: Program) -> bool:
     """Return True if a program has loops, slices of a tree of steps, or equal steps."""
-    return may_repeat(program) or any(
-        e.name in LOOPS or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
-        for e in program.equations
-    )
+    names = {e.name for e in program.equations}
+    if not names.isdisjoint(LOOPS):
+        return True
+    slices = [e for e in program.equations if e.name == "slice"] if "slice" in names else []
+    return any(2 in (e.eqn.params["strides"] or ()) for e in slices) or may_repeat(program)
 
 
 @dataclass(frozen=True, slots=True)

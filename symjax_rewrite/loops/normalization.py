@@ -195,8 +195,9 @@ def _merge(loop: Loop) -> None:
     """Merge equal values, and make carries that never change loop-invariant."""
     starts = [(value_key(c.start), loop.body.avals[c.inner]) for c in loop.carries]
     classes = _numbered(starts)
+    operations = [_operation(e) for e in loop.body.equations]
     while True:
-        sub = _equal_values(loop, classes)
+        sub = _equal_values(loop, classes, operations)
         outs = [sub.get(c.out, c.out) if isinstance(c.out, int) else c.out for c in loop.carries]
         finer = _numbered([*zip(classes, map(value_key, outs), strict=True)])
         if finer == classes:
@@ -223,14 +224,27 @@ def _numbered(keys: list[Any]) -> list[int]:
     return [number.setdefault(key, len(number)) for key in keys]
 
 
-def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
-    """Map each value to the first value equal to it, if carries of one class are equal."""
+def _operation(e: Equation) -> tuple | None:
+    """Return a key of an equation beside its operands; None if it equals no other equation."""
+    params = None if e.eqn.effects else params_key(e.eqn.params)
+    weak = [getattr(v.aval, "weak_type", False) for v in e.eqn.outvars]
+    return None if params is None else (e.name, params, *weak)
+
+
+def _equal_values(
+    loop: Loop, classes: list[int], operations: list[tuple | None]
+) -> dict[int, Value]:
+    """Map each value to the first value equal to it, if carries of one class are equal.
+
+    operations: of every equation, a key.
+    """
     sub: dict[int, Value] = {}
     known: dict[object, tuple[Value, ...]] = {}
 
     def meet(key: object, values: tuple[int, ...]) -> None:
         found = known.setdefault(key, values)
-        sub.update((v, f) for v, f in zip(values, found, strict=True) if v != f)
+        if found is not values:
+            sub.update((v, f) for v, f in zip(values, found, strict=True) if v != f)
 
     for c, number in zip(loop.carries, classes, strict=True):
         meet(("carry", number), (c.inner,))
@@ -238,12 +252,10 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
         meet(("const", value_key(outer), loop.body.avals[v]), (v,))
     for v, s in loop.sources.items():
         meet(("source", value_key(s.value), s.axis, s.start, s.step, s.kept), (v,))
-    for e in loop.body.equations:
-        params = None if e.eqn.effects else params_key(e.eqn.params)
-        if params is not None:
-            values = [sub.get(v, v) if isinstance(v, int) else value_key(v) for v in e.invals]
-            weak = [getattr(v.aval, "weak_type", False) for v in e.eqn.outvars]
-            meet((e.name, params, *values, *weak), e.outvals)
+    for e, operation in zip(loop.body.equations, operations, strict=True):
+        if operation is not None:
+            values = [sub.get(v, v) if type(v) is int else value_key(v) for v in e.invals]
+            meet((operation, *values), e.outvals)
     return sub
 
 
