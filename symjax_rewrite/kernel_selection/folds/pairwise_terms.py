@@ -153,21 +153,30 @@ class Pair:
 
     def _read_by(self, cls: int, row: int | None, column: int) -> tuple[int, list[Slots]]:
         """Return the size of the largest value that one step reads, and its pairwise operands."""
-        node, axes = node_of(self.g, cls), identity(len(self.g.classes[cls].sizes))
-        if node.op in _UNBOUNDED:
-            return 0, []
-        pair = self.along(row, column, frozenset(axes) if row is None else None)
-        found = pair.open(Ref(cls, axes))
-        if found.kind not in ("apply", "dot"):
-            return (elements(self.t, cls) if found.kind == "leaf" else 0), []
-        held = [a for a in found.args if pair.holds(a)]
-        whole = [a for a in held if reads_twice(a)]
-        of_row = [a for a in found.args if (column not in a.axes if row is None else row in a.axes)]
-        read = [*whole, *[a for a in of_row if a not in held]]
-        sizes = [elements(self.t, a.cls) for a in read if node_of(self.g, a.cls).op != op.CONST]
-        index = [(a.cls, a.axes) for a in held if a not in whole]
-        place = lambda axes: None if row is None else axes.index(row)  # noqa: E731
-        return max(sizes, default=0), [(c, place(axes), axes.index(column)) for c, axes in index]
+        t, node = self.t, node_of(self.g, cls)
+        args: Iterable[Ref] = node.args
+        if self.g.classes[cls].dtype[:7] == "complex" or node.op not in _BOUNDED:
+            return (0 if node.op in _OPENERS else elements(t, cls)), []
+        if node.op == op.ADD and self.gone:
+            args = [a for a in args if a.cls not in self.gone] or args
+        elif node.op == op.CONTRACT and node.bound:
+            axes = identity(node.out)
+            pair = self.along(row, column, frozenset(axes) if row is None else None)
+            found = pair._contraction(Ref(cls, axes), node)
+            if found is None or found.kind != "dot":
+                return (elements(t, cls) if found is None else 0), []
+            args = found.args
+        size, held = 0, []
+        for a in args:
+            if column not in a.axes if row is None else row in a.axes and column not in a.axes:
+                size = max(size, elements(t, a.cls) if a.axes else 1)
+            elif column in a.axes and (row is None or row in a.axes):
+                if reads_twice(a):
+                    size = max(size, elements(t, a.cls))
+                else:
+                    place = None if row is None else a.axes.index(row)
+                    held.append((a.cls, place, a.axes.index(column)))
+        return size, held
 
     def open(self, ref: Ref) -> Opened:
         """Return the computation of a reference that depends on both indices."""
@@ -312,7 +321,7 @@ class Pair:
         return left, right
 
 
-_UNBOUNDED = {op.SLICE, op.CONCAT, op.TAKE, op.NATIVE}  # terms of which `least_read` knows nothing
+_BOUNDED = {op.MAP, op.ADD, op.CONTRACT}  # terms of which `least_read` knows what they read
 _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
     op.DELTA: lambda pair, ref, node: Opened("delta"),
     op.CONTRACT: Pair._contraction,
