@@ -140,6 +140,7 @@ class TermPart:
     source: JaxprEqn | None = None
     results: tuple[tuple[int, ...], Any] | None = None
     gives: tuple[int, ...] = field(default=(), init=False)
+    _homes: dict[int, int | None] = field(default_factory=dict, init=False)  # by class
 
     def __post_init__(self) -> None:
         classes = (*self.makers, *self.forms, *self.own, *self.shared)
@@ -234,6 +235,11 @@ class TermPart:
 
     def value_of(self, cls: int) -> int | None:
         """Return the program value that holds a class as it was written."""
+        if cls not in self._homes:
+            self._homes[cls] = self._home(cls)
+        return self._homes[cls]
+
+    def _home(self, cls: int) -> int | None:
         t = self.t
         if cls in t.leaf_value:
             return t.leaf_value[cls]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from symjax_rewrite.cost.term_cost import CostModel, reachable
 from symjax_rewrite.ir.dataflow import CycleError, postorder
@@ -22,7 +23,8 @@ class ChoiceCost:
 
     seconds: of the choice; infinite if it has a cycle or lacks a class. order: the classes that the
     roots need, operands first. given: those that are free. written: those that are written to
-    memory. readers: of each class. kernels: the seconds of each kernel, by the class it writes.
+    memory. readers: of each class. kernels: the seconds of each kernel, by the class it writes;
+    `known` are those that were priced before.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class ChoiceCost:
         model: CostModel,
         free: Callable[[int], bool],
         choice: Choice,
+        known: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self.g, self.roots, self.model, self.free, self.choice = g, roots, model, free, choice
         self.seconds = math.inf
@@ -48,7 +51,7 @@ class ChoiceCost:
         for c in self.order:
             for arg in self.args(c):
                 self.readers.setdefault(arg, set()).add(c)
-        priced = ((c, self.seconds_of(c)) for c in self.order)
+        priced = ((c, known[c] if c in known else self.seconds_of(c)) for c in self.order)
         self.kernels = {c: seconds for c, seconds in priced if seconds is not None}
         self.seconds = sum(self.kernels.values())
 
@@ -78,20 +81,32 @@ class ChoiceCost:
 
     def moved(self, move: Choice) -> ChoiceCost:
         """Return the choice in which some classes are computed by other nodes."""
-        return ChoiceCost(self.g, self.roots, self.model, self.free, {**self.choice, **move})
+        known, choice = {}, {**self.choice, **move}
+        if self.seconds < math.inf:
+            _, again = self._with(move)
+            known = {c: seconds for c, seconds in self.kernels.items() if c not in again}
+        return ChoiceCost(self.g, self.roots, self.model, self.free, choice, known)
 
     def after(self, move: Choice) -> float:
         """Return the seconds of the choice in which some classes are computed by other nodes."""
         if self.seconds == math.inf:
             return self.moved(move).seconds
         try:
-            other = _Moved(self, move)
+            other, kernels = self._with(move)
         except (CycleError, KeyError):
             return math.inf
-        touched = other.touched()
-        kernels = {x.kernel_of(c) for c in touched for x in (self, other)}
         gone = sum([self.kernels.get(k, 0.0) for k in kernels])
         return self.seconds - gone + sum([other.seconds_of(k) or 0.0 for k in kernels])
+
+    def _with(self, move: Choice) -> tuple[_Moved, set[int]]:
+        """Return the choice after a move as differences, and the kernels that differ.
+
+        Raises:
+            CycleError, KeyError: the moved choice has a cycle, or lacks a class.
+        """
+        other = _Moved(self, move)
+        touched = other.touched()
+        return other, {x.kernel_of(c) for c in touched for x in (self, other)}
 
 
 class _Moved(ChoiceCost):

@@ -212,12 +212,16 @@ class _Volumes(dict[int, float]):
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        super().__init__({0: 1.0})
+        super().__init__()
         self.numbers = numbers
 
     def __missing__(self, mask: int) -> float:
-        last = mask.bit_length() - 1
-        made = self[mask] = self[mask ^ 1 << last] * self.numbers[last]
+        made, rest = 1.0, mask
+        while rest:
+            first = rest & -rest
+            made *= self.numbers[first.bit_length() - 1]
+            rest ^= first
+        self[mask] = made
         return made
 
 
