@@ -49,6 +49,7 @@ from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 
 RULE = (STORED, LOCALITY)
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+FUSED = ELEMENTWISE | VIEWS
 DTYPES = ("float32",)
 
 
@@ -109,7 +110,7 @@ def _chain(
         maker = makers.get(v)
         if program.avals[v].size < size:
             found.spread.add(v)
-        elif maker is not None and (maker.name in ELEMENTWISE | VIEWS or _is_view(maker)):
+        elif maker is not None and (maker.name in FUSED or _is_view(maker)):
             if v != x and len(users[v]) > 1:
                 stored.add(v)
             if v in stored:
@@ -117,8 +118,9 @@ def _chain(
             if maker.name in ELEMENTWISE and maker.name not in VIEWS:
                 found.steps += v not in stored
                 found.width = min([found.width, *program.avals[v].shape[-1:]])
-            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
-            seen.update(stack)
+            fresh = [a for a in dict.fromkeys(maker.reads) if a not in seen]
+            stack += fresh
+            seen.update(fresh)
         elif maker is None or maker.reads:  # not an iota
             found.computed = False
     return found
@@ -166,6 +168,7 @@ def _reduced_in_products(
     found: list[Equation], program: Program, facts: FusionFacts, device: Device
 ) -> Iterator[Candidate]:
     """Yield reductions of computed rows that a product of matrices reads: max |x - y| @ W."""
+    found = [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]
     makers, users = makers_of(program.equations), users_of(program.equations)
     for e in found:
         chain = _chain(program, e.reads[0], makers, users)
@@ -189,7 +192,7 @@ def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator
     for v in (stack := [*reached]):
         for u in users.get(v, ()):
             yield u
-            if u.name in ELEMENTWISE | VIEWS:
+            if u.name in FUSED:
                 stack += [o for o in u.outvals if o not in reached]
                 reached.update(dict.fromkeys(u.outvals))
 
@@ -346,7 +349,7 @@ def _repeated_seconds(
     """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
     size, steps = math.prod(shape_of(e.eqn.invars[0])), 0.0
     for maker in _made_from(chain.spread, makers):
-        if maker.name in ELEMENTWISE | VIEWS:
+        if maker.name in FUSED:
             made = math.prod(shape_of(maker.eqn.outvars[0]))
             steps += (size - made) * device.functions.of(maker.name)
     return steps / device.folds.fused_steps_per_s
@@ -357,7 +360,7 @@ def _made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Eq
 
     def reads(v: int) -> Sequence[int]:
         maker = makers.get(v)
-        return maker.reads if maker is not None and maker.name in ELEMENTWISE | VIEWS else ()
+        return maker.reads if maker is not None and maker.name in FUSED else ()
 
     return [makers[v] for v in sorted(cone(values, reads)) if v in makers]
 
