@@ -27,6 +27,7 @@ from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body
+from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.affine_trees import AffineTrees
@@ -237,10 +238,10 @@ class Optimiser:
         frozen: frozenset[int],
         allowed: set[str] | None,
         start: float,
-        solved: dict[Hashable, Result],
+        solved: dict[Hashable, tuple[Result, ClosedJaxpr]],
         call_s: float = 0.0,
     ) -> Result:
-        """Optimise a program; `solved` holds the results of bodies, each of which is run once."""
+        """Optimise a program; `solved` holds the results of bodies: equal ones are run once."""
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
         if not count:
             return Result(closed)
@@ -249,11 +250,14 @@ class Optimiser:
         spent: list[str] = []
 
         def optimise(body: ClosedJaxpr) -> Result:
-            key = (id(body.jaxpr), *map(id, body.consts))  # a result holds its program
-            if key not in solved:
-                solved[key] = self._run(body, frozenset(), allowed, start, solved)
-            spent.append(solved[key].spent)
-            return solved[key]
+            place = (id(body.jaxpr), *map(id, body.consts))
+            if place not in solved:
+                key = program_key(body) or place
+                if key not in solved:
+                    solved[key] = self._run(body, frozenset(), allowed, start, solved), body
+                solved[place] = solved[key][0], body  # held, so that no other has its place
+            spent.append(solved[place][0].spent)
+            return solved[place][0]
 
         mine = self.options, self.rules, self.device, self.assumptions
         context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)

@@ -67,3 +67,13 @@ def test_the_values_are_those_of_the_loop():
     rng = np.random.default_rng(0)
     args = [jnp.asarray(rng.standard_normal(s) / 4, jnp.float32) for s in ((3, 3), (3, 3), (3,))]
     np.testing.assert_allclose(sym_optimize(recurrence)(*args), recurrence(*args), rtol=1e-5)
+
+
+def test_equal_bodies_are_optimised_once(programs):
+    """A loop that is written once and called twice is traced twice."""
+
+    def f(x, y, h):
+        return recurrence(x, y, h), recurrence(y, x, h), recurrence(y, x, h[:, :4])
+
+    sym_optimize(f).explain(*specs((16, 16), (16, 16), (16, 8)))
+    assert sorted(len(p.jaxpr.eqns) for p in programs) == [3, 3, 4]

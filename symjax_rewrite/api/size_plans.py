@@ -27,8 +27,9 @@ import jax
 from jax import export
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.decision_cache import DecisionCache, program_key
+from symjax_rewrite.api.decision_cache import DecisionCache
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.jax_sizes import NotInstantiableError, at_sizes

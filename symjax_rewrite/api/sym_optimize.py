@@ -17,7 +17,7 @@ import jax
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.decision_cache import DecisionCache, program_key
+from symjax_rewrite.api.decision_cache import DecisionCache
 from symjax_rewrite.api.size_plans import SizePlans, parse_dims
 from symjax_rewrite.api.tolerance import Rounding, Verified
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
@@ -29,6 +29,7 @@ from symjax_rewrite.errors import (
     UsageError,
     choice,
 )
+from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import consistent
 from symjax_rewrite.options import Budget, Numerics, Options, disabled, logger, why_off
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack

@@ -12,13 +12,8 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.api.decision_cache import (
-    MOST_BYTES,
-    MOST_PROGRAMS,
-    DecisionCache,
-    ProgramKey,
-    program_key,
-)
+from symjax_rewrite.api.decision_cache import MOST_PROGRAMS, DecisionCache
+from symjax_rewrite.ir.program_key import MOST_BYTES, ProgramKey, program_key
 from symjax_rewrite.optimizer import Optimiser
 
 X = jnp.arange(6.0).reshape(2, 3)

@@ -8,8 +8,8 @@ from jax import export
 from jaxtyping import Array, Float
 
 from symjax_rewrite import jax_internals, sym_optimize
-from symjax_rewrite.api.decision_cache import program_key
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.jax_sizes import at_sizes
 from symjax_rewrite.optimizer import Optimiser
 

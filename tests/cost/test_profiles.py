@@ -35,7 +35,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ("ROUNDS", "SAMPLE_S", "MOST_TRIALS", "MOST_S", "SHORT_S", "AT_ROOFLINE", "OFF"), TIMING
     ),
     "api.tuning_cache": {"FORMAT": CODE, "MOST_HASHED": KEPT},
-    "api.decision_cache": dict.fromkeys(("MOST_PROGRAMS", "MOST_BYTES"), KEPT),
+    "api.decision_cache": {"MOST_PROGRAMS": KEPT},
+    "ir.program_key": {"MOST_BYTES": KEPT},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
     "api.size_plans": {"MOST_RANGES": SEARCH},
     "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),
