@@ -96,6 +96,12 @@ def test_every_way_that_a_figure_decides_about_is_a_contestant() -> None:
         assert {*names, *case.facts.get("others", {}).values()} <= case.contestants.keys()
 
 
+def test_every_timed_kernel_is_compared_with_a_definition() -> None:
+    """Only copies and products of XLA's own, which give the rates of the device, are not."""
+    timed = [c for p in on_gpu.PARTS.values() for c in p(True) if c.timed and c.reference is None]
+    assert {c.facts["kind"] for c in timed} == {"copy", "product"}
+
+
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "norms", "--out", str(tmp_path / "made")])
     assert on_gpu.main() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,13 +55,16 @@ def case(s: SelectiveScan, dry: bool, what: str) -> measuring.Case:
         found |= {tiling_name(t): kernel(s, t, dry) for t in tilings(s)[: 1 if dry else None]}
         facts |= {"contestant": TABLE, "others": {KINDS[1]: ONE_PASS}}
     checked = min(CHECKED, s.channels)
+    reference, part = gradient(spellings.sequential), lambda out: out
+    if what == "forward":
+        reference, part = functools.partial(sequential, checked), lambda out: out[..., :checked]
     return measuring.Case(
         f"{what} B{s.batch} L{s.length} D{s.channels} N{s.states}",
         facts,
         lambda seed: arguments(s, seed),
         found,
-        None if what == "gradient" else lambda *args: sequential(checked, *args),
-        lambda out: out[..., :checked],
+        reference,
+        part,
     )
 
 
