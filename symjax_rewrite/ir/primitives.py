@@ -213,6 +213,14 @@ def _compare(name: str, s: Site) -> Ref:
     return constant(s.g, bool(made), "bool")
 
 
+def _ne(s: Site) -> Ref:
+    """Return the test itself for a test as a number that is compared with 0."""
+    (test, *_), node = s.over(), s.node(0)
+    if op.is_cast(node) and s.g.classes[node.args[0].cls].dtype == "bool" and s.scalar(1) == 0:
+        return op.over(test, node.args[0])
+    return _compare("ne", s)
+
+
 def _eq(s: Site) -> Ref:
     refs = s.over()
     if s.node(0).op == s.node(1).op == op.IOTA:
@@ -402,7 +410,8 @@ ROWS: dict[str, Row] = {
     "reduce_precision": _reduce_precision,
     "select_n": _select,
     "eq": _eq,
-    **{name: functools.partial(_compare, name) for name in "ne lt le gt ge".split()},
+    **{name: functools.partial(_compare, name) for name in "lt le gt ge".split()},
+    "ne": _ne,
     "iota": _iota,
     "dot_general": _dot_general,
     **{f"reduce_{m}": functools.partial(_reduce, m) for m in "sum max min prod and or".split()},

@@ -21,6 +21,7 @@ from symjax_rewrite.ir import primitives
 from symjax_rewrite.ir.axis_factorization import AxisMap
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, bits
+from symjax_rewrite.ir.index_constants import of_indices
 from symjax_rewrite.ir.indexing_primitives import lift
 from symjax_rewrite.ir.primitive_context import Groups, Layout, Site
 from symjax_rewrite.ir.sizes import Dim, Poly, value
@@ -130,7 +131,9 @@ def build(program: Program) -> TermGraph:
     for v in program.inputs:
         _leaf(t, v)
     for v, const in program.consts.items():
-        t.views[v] = _constant_view(t, const) if _is_uniform(const) else None
+        uniform = _is_uniform(const)
+        view = None if uniform else of_indices(t.graph, const, t.sizes[v], t.primitives)
+        t.views[v] = _constant_view(t, const) if uniform else view
         if t.views[v] is None:
             _leaf(t, v)
     for number, e in enumerate(program.equations):
