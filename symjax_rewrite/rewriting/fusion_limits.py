@@ -233,6 +233,8 @@ def _weighted_rows(e: Equation, makers: Mapping[int, Equation], facts: FusionFac
             if is_row and rows[1 - k].ndim == 1 and all(x.dtype in DTYPES for x in avals):
                 return v if isinstance(v, int) else None
         return None
+    if not e.reads or not avals[0].ndim:
+        return None
     product = makers.get(e.reads[0])
     along = avals[0].ndim > 0 and _is_along_rows(e, avals[0].shape[-1])
     if not (facts.sums_are_products and along and product is not None and product.name == "mul"):

@@ -126,6 +126,7 @@ LEFT = {
         lambda x: lax.reduce_sum_p.bind(jnp.tanh(x - x[:, None]) + 1, axes=(), out_sharding=None),
         POINTS,
     ),
+    "a number": (lambda x: lax.reduce_sum_p.bind(x[0, 0], axes=(), out_sharding=None), POINTS),
     "few pairs": (lambda x: jnp.sum(jnp.tanh(x - x[:, None]) + 1, 1), array(64, 2)),
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
