@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Stopped, Terms
 from symjax_rewrite.candidates import Crossover as FoundCrossover
@@ -97,11 +98,14 @@ def _hopeless(program: Program, context: Context) -> dict[Key, str]:
         return {}
     if "hopeless" not in terms.kept:
         regions = _regions(terms, bool(context.frozen))
-        terms.kept["hopeless"] = _without_savings(terms, regions, context.program_seconds(program))
+        whole_s = functools.partial(context.program_seconds, program)
+        terms.kept["hopeless"] = _without_savings(terms, regions, whole_s)
     return terms.kept["hopeless"]
 
 
-def _without_savings(terms: Terms, regions: list[Region], whole_s: float) -> dict[Key, str]:
+def _without_savings(
+    terms: Terms, regions: list[Region], whole_s: Callable[[], float]
+) -> dict[Key, str]:
     t, model, device = terms.t, terms.model, terms.model.device
     g, search = t.graph, device.search
     places = Counter(r.key for r in regions)
@@ -113,10 +117,11 @@ def _without_savings(terms: Terms, regions: list[Region], whole_s: float) -> dic
         leaves = set(region.leaves)
         cost = model.evaluate(g, choice, tuple(region.roots), leaves.__contains__)
         saved_s = places[key] * savings_bound(cost, g, region, model)
-        least = None if t.dim_env else least_seconds(g, region, model)
-        if not margins.gains_share(saved_s, whole_s, "program", device):
+        if not margins.gains_share(saved_s, whole_s(), "program", device):
             reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}{margins.little(device)}")
-        elif least is not None and not margins.pays(cost.seconds, least, "dominating", device):
+            continue
+        least = None if t.dim_env else least_seconds(g, region, model)
+        if least is not None and not margins.pays(cost.seconds, least, "dominating", device):
             reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}the order of products is the best")
     return reasons
 
