@@ -124,9 +124,9 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     for e in loop.body.equations:
         if degrees.keys().isdisjoint(e.reads):
             continue
-        operands = [degrees.get(v, known) if isinstance(v, int) else known for v in e.invals]
-        if any(d.kind != FREE for d in operands):
-            degrees.update(dict.fromkeys(e.outvals, _degree(e, operands, least)))
+        operands = [degrees.get(v, known) if type(v) is int else known for v in e.invals]
+        other = next((d for d in operands if d.kind == OTHER), None)
+        degrees.update(dict.fromkeys(e.outvals, other or _degree(e, operands, least)))
     return degrees
 
 
@@ -144,10 +144,7 @@ def _is_endless(e: Equation) -> bool:
 
 def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
     moving = [d for d in operands if d.kind != FREE]
-    worst = _worst(moving)
-    if worst.kind == OTHER:
-        return worst
-    name = e.name
+    worst, name = _worst(moving), e.name
     if worst.kind == MAX_PLUS and name not in (*_SUMS, "max", "min"):
         return Degree(OTHER, f"{name} of a maximum")
     scaled = Degree(max(DIAGONAL, worst.kind))

@@ -150,7 +150,7 @@ class _Plan:
         """Return the values that a carry, or an equation that cannot leave the loop, depends on."""
         stays = live(self.equations, [c.out for c in self.loop.carries])
         for e in reversed(self.equations):
-            if not is_steppable(e) or not stays.isdisjoint(e.outvals):
+            if not stays.isdisjoint(e.outvals) or not is_steppable(e):
                 stays.update(e.outvals, e.reads)
         return stays
 
