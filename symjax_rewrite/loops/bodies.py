@@ -36,12 +36,15 @@ class Bodies:
         sinkable = Sinkable(program, context.device.loops.least_unwritten_bytes)
         fuses = context.has(FUSION)
         for e in program.equations:
+            spots = jax_internals.optimisable_bodies(e.eqn)
+            if not spots:
+                continue
             inside = _with_kernels(e, sinkable, context) if fuses else None
             if inside is not None:
                 yield inside
                 continue
             eqn, bodies = e.eqn, []
-            for spot in jax_internals.optimisable_bodies(e.eqn):
+            for spot in spots:
                 body = context.optimise(spot.body)
                 if not body.taken:
                     continue
