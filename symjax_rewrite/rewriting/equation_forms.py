@@ -19,6 +19,7 @@ Seconds = tuple[float, float]  # predicted as written, and of the other form
 Form = tuple[Callable[[Any], Any], Seconds]
 
 SAME_ORDER = frozenset({"reshape", "squeeze"})  # of the elements in memory
+JOINS = frozenset({"concatenate", "stack"})
 
 
 class EquationForms(ABC):
@@ -95,7 +96,7 @@ def unstored_bytes(program: Program, e: Equation, makers: dict[int, Equation]) -
     """Return the bytes of an operand that XLA computes in the loop of an equation; 0 if stored.
 
     None if no array that the operand is computed from has as many elements: it would be the
-    largest.
+    largest. Arrays that are joined are read where they lie.
 
     Example: of `reduce_sum(exp(x))` the bytes of `exp(x)`, and 0 of `reduce_sum(x)`; None of
     `reduce_sum(exp(x[:, None] - y))`.
@@ -110,7 +111,8 @@ def unstored_bytes(program: Program, e: Equation, makers: dict[int, Equation]) -
             stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
             seen.update(stack)
         elif v == x:
-            return 0.0
+            joined = maker is not None and maker.name in JOINS
+            return None if joined else 0.0
         elif getattr(program.avals[v], "size", 0) >= size:
             return size * program.avals[x].dtype.itemsize
     return None

@@ -216,6 +216,7 @@ def _weighted_sums(
         stored_s = fused_s + device.page_seconds(4.0 * size)
         if e.name == "reduce_sum":  # a product as written is fast while its rows stay in cache
             stored_s += facts.stored_s * size
+            fused_s += 3 * size / device.folds.fused_steps_per_s  # of a sum of halves
         if margins.pays(stored_s, fused_s, "orientation", device):
             part = _fused_sum(e, facts.sums_are_products)
             yield e, candidate(RULE, e.where(), part, (stored_s, fused_s))

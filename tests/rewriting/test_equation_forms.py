@@ -107,6 +107,9 @@ STAYS = {
         "one row": (lambda x: jnp.sum(x, 0), array(1, 20_000)),
         "integers": (lambda x: jnp.sum(x, 0), jnp.ones((32, 20_000), jnp.int32)),
         "products": (lambda x: jnp.prod(x, 0), LONG),
+        "joined arrays": (
+            lambda x: jnp.mean(jnp.stack([x[i : i + 990] for i in range(8)]), 0), array(1000, 64)
+        ),
         "pairs that no array holds": (
             lambda x, y: jnp.sum(jnp.exp(x[:, None] - y[None]), 0), array(50), array(20_000),
         ),
