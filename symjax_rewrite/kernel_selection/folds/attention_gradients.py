@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import is_half
-from symjax_rewrite.ir.term import Ref, is_cast
+from symjax_rewrite.ir.term import CONTRACT, Ref, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operand
 from symjax_rewrite.kernel_selection.folds.epilogue import Names, Rows, Served
@@ -108,7 +108,7 @@ class _Attention:
     spec: of the result and the log-sum-exp; its operands are q, k and v. inputs: their classes.
     rows: symbols of row values. out, stats: the classes of the result and of the log-sum-exp.
     upstream: the derivative by the result. made: by class, the derivative that it holds (0, 1, 2
-    for dq, dk, dv) and its axes.
+    for dq, dk, dv) and its axes. summed: derivatives by head, of which `made` has the sums.
     """
 
     t: TermGraph
@@ -122,6 +122,7 @@ class _Attention:
     stats: tuple[int, Names] = (-1, ())
     upstream: Input | None = None
     made: dict[int, tuple[int, Names]] = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(t: TermGraph, need: Needed, route: FoldRoute) -> _Attention | None:
@@ -203,7 +204,7 @@ class _Attention:
         self._know(route, known)
         if route is self.first:
             return True
-        left = route.gives() - made.keys()
+        left = route.gives() - made.keys() - self.summed
         self.made |= made
         return all(self.rows.of(c)[0] is not None for c in left)
 
@@ -385,8 +386,33 @@ class _Attention:
         wanted = {*self.spec.operands[kind].axes} - {*self.spec.features(kind)} | {FEATURE}
         for cls in route.gives():
             symbol, axes = rows.of(cls)
-            if monomial(missing).is_close(symbol) and self._is_narrow(cls) and {*axes} == wanted:
+            if not monomial(missing).is_close(symbol) or not self._is_narrow(cls):
+                continue
+            if {*axes} == wanted:
                 made[cls] = kind, axes
+            elif whole := self._over_heads(cls, axes, {*axes} - wanted):
+                self.summed.add(cls)
+                made[whole[0]] = kind, whole[1]
+
+    def _over_heads(self, cls: int, axes: Names, gone: set[str]) -> tuple[int, Names] | None:
+        """Return the sum over the heads that share an operand, and its axes.
+
+        None if the program reads anything else of the derivatives by head.
+        """
+        g, users = self.t.graph, self.need.users
+        while cls not in self.need.outside and len(users.get(cls, ())) == 1:
+            (cls,) = users[cls]
+            node = node_of(g, cls)
+            if len(node.args) != 1 or not (is_cast(node) or (gone and node.op == CONTRACT)):
+                return None
+            named = dict(zip(node.args[0].axes, axes, strict=True))
+            lost = {name for slot, name in named.items() if slot >= node.out}
+            if len(named) < len(axes) or (lost and lost != gone):
+                return None
+            gone, axes = gone - lost, tuple([named[slot] for slot in range(node.out)])
+            if not gone and is_half(g.classes[cls].dtype):
+                return cls, axes
+        return None
 
     def routes(self, rest: Sequence[FoldRoute]) -> list[FoldRoute] | None:
         """Return the two routes, or None where something else reads the maxima or sums."""

@@ -109,6 +109,8 @@ class ProgramBuilder(StepProgram):
         args = [self.row(over(ref, a)) for a in node.args]
         if node.op == ADD and len(args) == 1 and self._is_mean(node, args[0]):
             return self.add(CENTRE, None)
+        if is_float_cast(self.g, ref.cls) and self.is_of_mean(args[0]):
+            return args[0]  # `x.mean()` rounds to the dtype of x; the kernel holds it in f32
         return self.apply(node, args, dtype)
 
     def apply(self, node: Node, args: list[int], dtype: str) -> int:

@@ -42,6 +42,7 @@ from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
 from symjax_rewrite.text_tables import too_slow
 
 TIME = -1  # the axis of steps, beside the axes of a state
+STATES_WRITTEN = 4  # arrays of the states of all steps, of a gradient by kernels
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -232,8 +233,12 @@ def matrices_of(
         return route, "chunked matmuls of its matrix states"
     specs = [spec_of(loop, k.state, q, False) for k in found.values() for q in k.state.queries]
     rates = device.scans.chunks
-    if rates is None:  # a loop's gradient writes the states of all steps
-        return (route, "chunked matmuls of its matrix states") if gradient else (None, "")
+    if rates is None:
+        # the gradient of a kernel writes arrays of the states of all steps
+        states = sum(math.prod(k.state.sizes) for k in found.values())
+        written = 4.0 * STATES_WRITTEN * loop.length * states
+        short = gradient and written > device.memory_bytes
+        return (route, "chunked matmuls of its matrix states") if short else (None, "")
     if any(s.dtype not in rates.dtypes for s in specs):
         return None, ""
     before = sum(loop_seconds(s, rates, gradient) for s in specs)

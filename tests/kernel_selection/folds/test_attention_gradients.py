@@ -54,6 +54,11 @@ def masked_by_numbers(q, k, v):
     return attend(q, k, v, lambda s: jnp.where(jnp.asarray(MADE_BEFORE) != 0, s, -3e38))
 
 
+def repeated(q, k, v):
+    """Attention of which each head of k and v serves several of q, repeated."""
+    return causal(q, *(jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v)))
+
+
 def stacked(q, k, v):
     return causal(causal(q, k, v), k, v)
 
@@ -103,6 +108,7 @@ def error(made: Any, exact: Any) -> float:
 SLOW = pytest.mark.slow
 GRADIENTS = [
     pytest.param(trained(causal), {"heads": 2}, 1, id="grouped"),
+    pytest.param(trained(repeated), {"heads": 2}, 1, id="repeated"),
     pytest.param(unread(causal), {}, 1, id="result unread"),
     pytest.param(trained(masked_by_numbers), {}, 1, id="masked by numbers"),
     pytest.param(unread(by_hand), {}, 1, id="by hand, result unread", marks=SLOW),
@@ -150,6 +156,18 @@ def with_other_gradient(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v)
 
 
+def by_head(q, k, v, g):
+    """The gradient of attention with repeated keys, and the largest of its parts by head."""
+
+    def fun(q, k, v):
+        return attend(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
+
+    out, back = jax.vjp(fun, q, k, v)
+    dq, dk, dv = back(g)
+    _, apart = jax.vjp(attend, q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
+    return out, dq, dk, dv, apart(g)[1].max(2)
+
+
 def with_maximum(q, k, v, g):
     s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * D**-0.5
     return pulled(attend)(q, k, v, g), s.max(-1)
@@ -162,6 +180,7 @@ def with_maximum(q, k, v, g):
         pytest.param(trained(with_other_gradient), {}, id="other gradient"),
         pytest.param(unread(with_other_gradient), {}, id="unread", marks=SLOW),
         pytest.param(with_maximum, {}, id="maximum", marks=SLOW),
+        pytest.param(by_head, {"heads": 2}, id="by head", marks=SLOW),
         pytest.param(trained(causal), {"dtype": "float32"}, id="f32", marks=SLOW),
     ],
 )

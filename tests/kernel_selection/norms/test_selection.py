@@ -478,3 +478,17 @@ def test_second_centring_subtracts_the_rounding_of_the_mean():
     x, w = (np.asarray(a + draw(s), np.float32) for a, s in ((1e4, (7, 6)), (1, (6, 6))))
     mode = Mode("in_second", "model", kernels="always")
     assert check_function(lambda x, w: jnp.var(x @ w, 0), [x, w], mode) == "equal"
+
+
+def test_the_mean_of_half_precision_is_held_in_f32():
+    """`x.mean()` rounds to the dtype of x: no cast of the user's, and the result is nearer so."""
+    x, g, b, w = (v.astype(jnp.bfloat16) for v in (X, G, B, W))
+
+    def fun(x, g, b, w):
+        return layer(x, g, b) @ w
+
+    ours = sym_optimize(fun, kernels="always")
+    assert [r.name for r in ours.explain(x, g, b, w).routes if r.taken] == ["norm_linear"]
+    exact = quick_jit(fun)(*[v.astype(jnp.float32) for v in (x, g, b, w)])
+    errors = [jnp.linalg.norm(f(x, g, b, w) - exact) for f in (ours, quick_jit(fun))]
+    assert errors[0] <= errors[1] < 0.1 * jnp.linalg.norm(exact)

@@ -1,6 +1,7 @@
 """Loops with matrix states: how they are read, what is left, and their chunked form."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import DEVICES
 from tests.programs import assert_close
 
 L, B, H, D, E = 21, 2, 3, 5, 4
@@ -289,3 +291,18 @@ def test_decays_of_zero_and_above_one() -> None:
     check(fun, optimised, (q, k, v, -zeros, start))
     grown = jnp.full_like(a, 1e3)
     check(fun, optimised, (q, 0 * k, v, grown, 1e-30 * start))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_gradients_on_gpus_are_kernels_where_their_states_fit(
+    fits: bool, one_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matmuls of chunks, which store no states, took longer on a GPU than the loop as written."""
+    if not fits:
+        monkeypatch.setitem(DEVICES, "h200", replace(DEVICES["h200"], memory_bytes=1e6))
+    loss = jax.grad(lambda *args: jnp.sum(linear(*args)[1] ** 2), (0, 1, 2))
+    args = [jax.ShapeDtypeStruct((1024, 64), jnp.float32)] * 3
+    report = sym_optimize(loss, device="h200").explain(*args)
+    before, after = report.before, report.after
+    assert (after.launches < 50) == (after.seconds < 0.1 * before.seconds) == fits, report
+    assert (after.peak_bytes < 0.5 * before.peak_bytes) != fits
