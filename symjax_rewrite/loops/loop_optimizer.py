@@ -244,15 +244,10 @@ class LoopSearch:
 
     def _loop(self, e: Equation) -> Iterator[Found]:
         """Yield a cheaper form of one loop, and what is refused."""
-        is_ruled = self.program.has_rules and _is_ruled(e.eqn)
-        loop, saved = normal_loop(e, is_ruled), 0.0
-        if loop is None:
+        found = self._fused(e)
+        if found is None:
             return
-        if isinstance(loop.length, int):
-            if FUSION in self.passes and not is_ruled:
-                loop, saved = fused(loop, self.around, [e], self.device)
-            self._find_constant_starts(loop)
-            self._find_known_sources(loop)
+        loop, saved = found
         kernel, why = self._kernel(loop)
         if kernel is not None:
             yield _routed(e.eqn, loop, kernel, why)
@@ -263,20 +258,38 @@ class LoopSearch:
             reason = f"a fold of {loop.length} steps runs at once"
             yield candidate(part, names=[BATCHING], reason=reason, seconds=fold.seconds)
             return
-        written, also = loop, [FUSION] if saved else []
-        cut = self._cut(loop) if self.reorders else None
+        yield from self._moved(e, loop, [why] if why else [], [FUSION] if saved else [])
+
+    def _fused(self, e: Equation) -> tuple[Loop, float] | None:
+        """Return an equation as a loop with others fused into it, and the bytes not written."""
+        is_ruled = self.program.has_rules and _is_ruled(e.eqn)
+        loop, saved = normal_loop(e, is_ruled), 0.0
+        if loop is not None and isinstance(loop.length, int):
+            if FUSION in self.passes and not is_ruled:
+                loop, saved = fused(loop, self.around, [e], self.device)
+            self._find_constant_starts(loop)
+            self._find_known_sources(loop)
+        return None if loop is None else (loop, saved)
+
+    def _moved(
+        self, e: Equation, written: Loop, reasons: list[str], also: list[str]
+    ) -> Iterator[Found]:
+        """Yield a loop without the work that leaves it; the rest may run as a kernel.
+
+        reasons: why the whole loop is no kernel. also: transformations that were applied before.
+        """
+        loop, cut = written, self._cut(written) if self.reorders else None
         if cut is not None:
             (loop, motion), also = cut, [*also, PARTS]
         else:
             motion = find_motion(loop, self.device, self.reorders, self.passes)
             yield from (refused(r, e.eqn, name="loop") for r in dict.fromkeys(motion.refused))
-            if motion.any and not saved:
+            if motion.any and not also:
                 loop, motion = self._best_order(e, loop, motion)
         before_s = moved_seconds(written, Motion(), self.device) if motion.any else 0.0
         if PACKING in self.passes and _pack(loop, motion, self.device):
-            also.append(PACKING)
-        reasons, part = [why] if why else [], loop_part(loop, motion, e.eqn)
-        taken = ""
+            also = [*also, PACKING]
+        part, taken = loop_part(loop, motion, e.eqn), ""
         may_be_kernel = loop.length is not None and self.reorders and self.route is not None
         if motion.any and may_be_kernel and composes(loop):
             part, taken, reasons = self._then_kernel(part, reasons)
