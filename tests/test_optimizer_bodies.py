@@ -77,3 +77,13 @@ def test_equal_bodies_are_optimised_once(programs):
 
     sym_optimize(f).explain(*specs((16, 16), (16, 16), (16, 8)))
     assert sorted(len(p.jaxpr.eqns) for p in programs) == [3, 3, 4]
+
+
+def test_products_with_transposed_invariants_turn_in_a_body():
+    """XLA reads a transposed matrix in every step; only other invariants are computed once."""
+
+    def descent(x, y, w):
+        return lax.fori_loop(0, 20, lambda _, w: w - 1e-4 * (x.T @ (x @ w - y)), w)
+
+    report = sym_optimize(descent, device="cpu").explain(*specs((4000, 100), (4000,), (100,)))
+    assert [r.name for r in report.rules] == ["orientation"]

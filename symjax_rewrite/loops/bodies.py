@@ -87,12 +87,13 @@ def _slows_steps(e: Equation, replaced: jax_internals.JaxprEqn, device: Device) 
     """Return True for a loop that is slower with another body.
 
     XLA computes invariants of the loop once, before it, where the body counts them in every step.
+    It reads a transposed operand of a product where it is.
     """
     before = normal_loop(e) if e.name in LOOPS and device.loops.hoists_invariants else None
     if before is None:
         return False
     level = before.levels()
-    still = [e for e in before.body.equations if is_hoisted(e, level)]
+    still = [e for e in before.body.equations if is_hoisted(e, level) and e.name != "transpose"]
     before_s = moved_seconds(before, Motion(), device)
     in_steps = before.steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in still)
     if not margins.gains_share(in_steps, before_s, "loop", device):
