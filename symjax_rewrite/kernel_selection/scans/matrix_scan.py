@@ -42,7 +42,7 @@ from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
 from symjax_rewrite.text_tables import too_slow
 
 TIME = -1  # the axis of steps, beside the axes of a state
-STATES_WRITTEN = 4  # arrays of the states of all steps, of a gradient by kernels
+STATES_WRITTEN = 2  # arrays of the states of all steps that a loop's gradient writes
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -234,7 +234,7 @@ def matrices_of(
     specs = [spec_of(loop, k.state, q, False) for k in found.values() for q in k.state.queries]
     rates = device.scans.chunks
     if rates is None:
-        # the gradient of a kernel writes arrays of the states of all steps
+        # what the gradient as written needs; kernels need less
         states = sum(math.prod(k.state.sizes) for k in found.values())
         written = 4.0 * STATES_WRITTEN * loop.length * states
         short = gradient and written > device.memory_bytes
