@@ -170,7 +170,7 @@ class Pair:
         for a in args:
             if column not in a.axes if row is None else row in a.axes and column not in a.axes:
                 size = max(size, elements(t, a.cls) if a.axes else 1)
-            elif column in a.axes and (row is None or row in a.axes):
+            elif column in a.axes and (row in a.axes if row is not None else _is_inside(a, node)):
                 if reads_twice(a):
                     size = max(size, elements(t, a.cls))
                 else:
@@ -319,6 +319,11 @@ class Pair:
         if any(kind_of(self.g, a.cls) not in "fiu" for a in args):
             return None
         return left, right
+
+
+def _is_inside(ref: Ref, node: Node) -> bool:
+    """Return True if a reference is over a node's own indices: over none that it sums."""
+    return set(ref.axes) <= {*range(-1, node.out)}
 
 
 _BOUNDED = {op.MAP, op.ADD, op.CONTRACT}  # terms of which `least_read` knows what they read
