@@ -5,9 +5,10 @@ call takes some time for every innermost row of the array, which is long for row
 elements, as of points in space; and it computes a product in the fusion again for every element
 that reads it. A product of matrices takes the reductions that it reads into its own call, which
 then writes what they reduce. With as many rows as columns it reduces again for its left operand,
-and takes up to 100 times as long (until jaxlib 0.12). A product of rows and a vector stores the
-rows, a sum of products does not; but until jaxlib 0.11 XLA makes a product of that. Until then it
-also sorts whole rows where a part of a top-k is read (experiments/orientation).
+fused with a reader also for a square right operand, and takes up to 100 times as long (until jaxlib
+0.12). A product of rows and a vector stores the rows, a sum of products does not; but until jaxlib
+0.11 XLA makes a product of that. Until then it also sorts whole rows where a part of a top-k is
+read (experiments/orientation).
 
 A rounding to the precision that the values have changes no value and is not fused; a barrier keeps
 a top-k one operation.
@@ -266,21 +267,36 @@ def _elementwise_seconds(v: int, makers: Mapping[int, Equation], device: Device)
 
 
 def _square_products(program: Program, facts: FusionFacts, device: Device) -> Iterator[Candidate]:
-    """Yield the left operands of square products that are computed from sums as large as they."""
+    """Yield operands of products that are square, or make a square, and are computed from sums."""
     products = [e for e in program.equations if e.name == "dot_general" and is_in_place(e, DTYPES)]
-    products = [e for e in products if _is_square(e)]
     if not products:
         return
     makers, users = makers_of(program.equations), users_of(program.equations)
     alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
     for e in products:
-        left, size = e.reads[0], math.prod(shape_of(e.eqn.invars[0]))
-        sums = [m for m in _made_from([left], alone) if m.name in REDUCTIONS and not _is_view(m)]
-        sums = [m for m in sums if math.prod(shape_of(m.eqn.outvars[0])) == size]
-        work = sum(work_seconds(m.eqn, device) for m in sums)
-        seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
-        if sums and margins.pays(*seconds, "orientation", device):
-            yield candidate(RULE, e.where(), _stored_result(makers[left]), seconds)
+        for k in _repeated_operands(e, users):
+            x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
+            sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not _is_view(m)]
+            sums = [m for m in sums if math.prod(shape_of(m.eqn.outvars[0])) == size]
+            work = sum(work_seconds(m.eqn, device) for m in sums)
+            seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
+            if sums and margins.pays(*seconds, "orientation", device):
+                yield candidate(RULE, e.where(), _stored_result(makers[x]), seconds)
+
+
+def _repeated_operands(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[int]:
+    """Yield the numbers of the operands that a product computes again where they are made of sums.
+
+    These are the left operand of a square result, and a square right operand of a product that is
+    fused with what reads it.
+    """
+    if _is_square(e):
+        yield 0
+    right, (_, other) = shape_of(e.eqn.invars[1]), e.eqn.params["dimension_numbers"][0]
+    down = tuple(other) == (len(right) - 2,) and right[-2] == right[-1]
+    fused = ELEMENTWISE | REDUCTIONS | {"dot_general"}
+    if down and any(u.name in fused for u in users.get(e.outvals[0], ())):
+        yield 1
 
 
 def _is_batched(e: Equation) -> bool:

@@ -104,6 +104,16 @@ def test_the_kernel_of_a_square_product_is_stored() -> None:
     assert not stored(lambda x, b: (x / jnp.sum(x, 1, keepdims=True)) @ b, array(300, 256), b)
 
 
+@OLD
+def test_a_square_kernel_right_of_a_product_is_stored_where_the_product_is_fused() -> None:
+    def product(b, x):
+        return b @ jnp.exp(-distances(x, x + 1))
+
+    b, x = array(200, 300), array(300, 8)
+    assert stored(lambda b, x: jnp.tanh(product(b, x)), b, x)
+    assert not stored(product, b, x)
+
+
 LEFT = {
     "long rows": (lambda x: jnp.sum(jnp.tanh(x[:, None] - x) + 1, 1), array(100, 64)),
     "distances along the rows": (lambda x: distances(x, x), POINTS),
