@@ -64,24 +64,43 @@ class FusionLimits:
         facts = context.device.fusions
         if facts is None or not context.runs(self.name):
             return
+        r = Fused(program, context.device, facts)
         if facts.square_repeats:
-            yield from _square_products(program, facts, context.device)
+            yield from _square_products(r)
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
         least = facts.least_elements
         found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= least]
         found = [e for e in found if not _is_view(e)]
         weighted: dict[Equation, Candidate] = {}
         if context.reorders():
-            weighted = dict(_weighted_sums(program, facts, context.device))
+            weighted = dict(_weighted_sums(r))
             yield from weighted.values()
         if found:
-            yield from _reductions(found, program, facts, context.device)
-            others = [e for e in found if e not in weighted]
-            yield from _reduced_in_products(others, program, facts, context.device)
+            yield from _reductions(found, r)
+            yield from _reduced_in_products([e for e in found if e not in weighted], r)
             if context.reorders():
-                yield from _short_sums(found, program, facts, context.device)
+                yield from _short_sums(found, r)
         if facts.sorts_parts:
-            yield from _selections(program, context.device)
+            yield from _selections(r)
+
+
+class Fused:
+    """A program as XLA fuses it on a device.
+
+    makers: of every value. users: the equations that read it.
+    """
+
+    def __init__(self, program: Program, device: Device, facts: FusionFacts) -> None:
+        self.program, self.device, self.facts = program, device, facts
+        self.makers = makers_of(program.equations)
+
+    @functools.cached_property
+    def users(self) -> dict[int, list[Equation]]:
+        return users_of(self.program.equations)
+
+    def pays(self, before_s: float, after_s: float) -> bool:
+        """Return True if a form is predicted enough faster."""
+        return margins.pays(before_s, after_s, "orientation", self.device)
 
 
 @dataclass(slots=True)
@@ -100,16 +119,15 @@ class Chain:
     computed: bool = True
 
 
-def _chain(
-    program: Program, x: int, makers: Mapping[int, Equation], users: Mapping[int, list[Equation]]
-) -> Chain:
+def _chain(x: int, r: Fused) -> Chain:
     """Return the operations that compute a value from smaller ones."""
-    shape = program.avals[x].shape
+    avals, makers, users = r.program.avals, r.makers, r.users
+    shape = avals[x].shape
     found, size, seen, stack = Chain(shape[-1] if shape else 1), math.prod(shape), {x}, [x]
     stored: set[int] = set()  # and what these are computed from
     for v in stack:
         maker = makers.get(v)
-        if program.avals[v].size < size:
+        if avals[v].size < size:
             found.spread.add(v)
         elif maker is not None and (maker.name in FUSED or _is_view(maker)):
             if v != x and len(users[v]) > 1:
@@ -118,7 +136,7 @@ def _chain(
                 stored.update(maker.reads)
             if maker.name in ELEMENTWISE and maker.name not in VIEWS:
                 found.steps += v not in stored
-                found.width = min([found.width, *program.avals[v].shape[-1:]])
+                found.width = min([found.width, *avals[v].shape[-1:]])
             fresh = [a for a in dict.fromkeys(maker.reads) if a not in seen]
             stack += fresh
             seen.update(fresh)
@@ -135,20 +153,18 @@ def _is_view(e: Equation) -> bool:
     return read == made
 
 
-def _reductions(
-    found: list[Equation], program: Program, facts: FusionFacts, device: Device
-) -> Iterator[Candidate]:
+def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield reductions of short rows, and products that are computed in reductions."""
-    makers, users = makers_of(program.equations), users_of(program.equations)
+    facts, makers, users = r.facts, r.makers, r.users
     products: dict[int, Candidate] = {}
     for e in found:
-        chain = _chain(program, e.reads[0], makers, users)
+        chain = _chain(e.reads[0], r)
         if chain.steps < 2 or not chain.spread:
             continue
         if chain.computed and not _is_along_rows(e, chain.width):
-            before_s, after_s = _seconds(e, chain.width, facts, device)
-            seconds = before_s, after_s + _repeated_seconds(chain, e, makers, device)
-            if margins.pays(*seconds, "orientation", device):
+            before_s, after_s = _seconds(e, chain.width, r)
+            seconds = before_s, after_s + _repeated_seconds(chain, e, r)
+            if r.pays(*seconds):
                 shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
                 if not (shared and _reduced(e) % facts.vector == 0):
@@ -160,30 +176,27 @@ def _reductions(
                 continue
             fused_s = facts.product_s * math.prod(shape_of(e.eqn.invars[0]))
             seconds = row_s + fused_s, row_s + facts.stored_s * made.size
-            if margins.pays(*seconds, "orientation", device):
+            if r.pays(*seconds):
                 products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
     yield from products.values()
 
 
-def _reduced_in_products(
-    found: list[Equation], program: Program, facts: FusionFacts, device: Device
-) -> Iterator[Candidate]:
+def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield reductions of computed rows that a product of matrices reads: max |x - y| @ W."""
-    found = [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]
-    makers, users = makers_of(program.equations), users_of(program.equations)
-    for e in found:
-        chain = _chain(program, e.reads[0], makers, users)
+    facts, device = r.facts, r.device
+    for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]:
+        chain = _chain(e.reads[0], r)
         long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
         if not (long and chain.computed and chain.spread):
             continue
-        readers = {u.outvals: u for u in _fused_readers(e, users) if u.name == "dot_general"}
+        readers = {u.outvals: u for u in _fused_readers(e, r.users) if u.name == "dot_general"}
         products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
         if len(readers) == len(products) == 1:  # what several products read is stored
             read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
             rows_s = facts.row_s * made
             fused_s = rows_s + device.page_seconds(4.0 * read)
             stored_s = rows_s + facts.stored_s * made + device.page_seconds(4.0 * made)
-            if margins.pays(fused_s, stored_s, "orientation", device):
+            if r.pays(fused_s, stored_s):
                 yield candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
 
 
@@ -198,35 +211,33 @@ def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator
                 reached.update(dict.fromkeys(u.outvals))
 
 
-def _weighted_sums(
-    program: Program, facts: FusionFacts, device: Device
-) -> Iterator[tuple[Equation, Candidate]]:
+def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
     """Yield products of computed rows and a vector: tanh(x + y) @ w is Σ tanh(x + y)·w, fused."""
-    makers, users = makers_of(program.equations), users_of(program.equations)
-    for e in program.equations:
-        rows = _weighted_rows(e, makers, facts)
-        if rows is None or program.avals[rows].size < facts.least_elements:
+    facts, device = r.facts, r.device
+    for e in r.program.equations:
+        rows = _weighted_rows(e, r) if e.name in ("dot_general", "reduce_sum") else None
+        if rows is None or r.program.avals[rows].size < facts.least_elements:
             continue
-        chain = _chain(program, rows, makers, users)
-        if len(users[rows]) > 1 or not (chain.steps and chain.computed and chain.spread):
+        chain = _chain(rows, r)
+        if len(r.users[rows]) > 1 or not (chain.steps and chain.computed and chain.spread):
             continue
-        size, width = program.avals[rows].size, program.avals[rows].shape[-1]
+        size, width = r.program.avals[rows].size, chain.width
         if width < facts.long_row:
             continue
-        fused_s = _elementwise_seconds(rows, makers, device) + facts.row_s * size / width
+        fused_s = _elementwise_seconds(rows, r) + facts.row_s * size / width
         stored_s = fused_s + device.page_seconds(4.0 * size)
         if e.name == "reduce_sum":  # a product as written is fast while its rows stay in cache
             stored_s += facts.stored_s * size
             fused_s += 3 * size / device.folds.fused_steps_per_s  # of a sum of halves
-        if margins.pays(stored_s, fused_s, "orientation", device):
+        if r.pays(stored_s, fused_s):
             part = _fused_sum(e, facts.sums_are_products)
             yield e, candidate(RULE, e.where(), part, (stored_s, fused_s))
 
 
-def _weighted_rows(e: Equation, makers: Mapping[int, Equation], facts: FusionFacts) -> int | None:
+def _weighted_rows(e: Equation, r: Fused) -> int | None:
     """Return the rows that an equation sums with weights, where XLA would store them."""
     avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
-    if e.name not in ("dot_general", "reduce_sum") or is_sharded(e) or not is_in_place(e, DTYPES):
+    if is_sharded(e) or not is_in_place(e, DTYPES):
         return None
     if e.name == "dot_general":
         (summed, _), rows = e.eqn.params["dimension_numbers"], avals[:2]
@@ -235,11 +246,9 @@ def _weighted_rows(e: Equation, makers: Mapping[int, Equation], facts: FusionFac
             if is_row and rows[1 - k].ndim == 1 and all(x.dtype in DTYPES for x in avals):
                 return v if isinstance(v, int) else None
         return None
-    if not e.reads or not avals[0].ndim:
-        return None
-    product = makers.get(e.reads[0])
-    along = avals[0].ndim > 0 and _is_along_rows(e, avals[0].shape[-1])
-    if not (facts.sums_are_products and along and product is not None and product.name == "mul"):
+    makers, along = r.makers, avals[0].ndim > 0 and _is_along_rows(e, avals[0].shape[-1])
+    product = makers.get(e.reads[0]) if along and r.facts.sums_are_products else None
+    if product is None or product.name != "mul":
         return None
     computed = [v for v in product.reads if v in makers and makers[v].name in ELEMENTWISE - VIEWS]
     return e.reads[0] if len(computed) == 1 and len(product.reads) == 2 else None
@@ -258,30 +267,30 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
-def _elementwise_seconds(v: int, makers: Mapping[int, Equation], device: Device) -> float:
+def _elementwise_seconds(v: int, r: Fused) -> float:
     """Return the seconds of the arithmetic that computes a value, in one fused loop."""
-    made = [m for m in _made_from([v], makers) if m.name in ELEMENTWISE - VIEWS]
+    made = [m for m in _made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
     sizes = [math.prod(shape_of(m.eqn.outvars[0])) for m in made]
-    steps = [n * (1 + device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
-    return sum(steps) / device.folds.fused_steps_per_s
+    steps = [n * (1 + r.device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
+    return sum(steps) / r.device.folds.fused_steps_per_s
 
 
-def _square_products(program: Program, facts: FusionFacts, device: Device) -> Iterator[Candidate]:
+def _square_products(r: Fused) -> Iterator[Candidate]:
     """Yield operands of products that are square, or make a square, and are computed from sums."""
-    products = [e for e in program.equations if e.name == "dot_general" and is_in_place(e, DTYPES)]
-    if not products:
+    equations, facts, makers, users = r.program.equations, r.facts, r.makers, r.users
+    products = [e for e in equations if e.name == "dot_general" and is_in_place(e, DTYPES)]
+    repeated = [(e, k) for e in products for k in _repeated_operands(e, users)]
+    if not repeated:
         return
-    makers, users = makers_of(program.equations), users_of(program.equations)
     alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
-    for e in products:
-        for k in _repeated_operands(e, users):
-            x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
-            sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not _is_view(m)]
-            sums = [m for m in sums if math.prod(shape_of(m.eqn.outvars[0])) == size]
-            work = sum(work_seconds(m.eqn, device) for m in sums)
-            seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
-            if sums and margins.pays(*seconds, "orientation", device):
-                yield candidate(RULE, e.where(), _stored_result(makers[x]), seconds)
+    for e, k in repeated:
+        x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
+        sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not _is_view(m)]
+        sums = [m for m in sums if math.prod(shape_of(m.eqn.outvars[0])) == size]
+        work = sum(work_seconds(m.eqn, r.device) for m in sums)
+        seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
+        if sums and r.pays(*seconds):
+            yield candidate(RULE, e.where(), _stored_result(makers[x]), seconds)
 
 
 def _repeated_operands(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[int]:
@@ -312,11 +321,9 @@ def _is_square(e: Equation) -> bool:
     return tuple(summed) == (len(left) - 1,) and len(rows) == 1 and rows == columns
 
 
-def _short_sums(
-    found: list[Equation], program: Program, facts: FusionFacts, device: Device
-) -> Iterator[Candidate]:
+def _short_sums(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield the sums along short rows in memory: X 1, which the library computes in vectors."""
-    makers = makers_of(program.equations)
+    facts = r.facts
     for e in found:
         x: Any = e.eqn.invars[0].aval
         along = e.name == "reduce_sum" and set(e.eqn.params["axes"]) == {x.ndim - 1}
@@ -324,8 +331,8 @@ def _short_sums(
             continue
         rows = x.size / x.shape[-1]
         seconds = facts.sum_row_s * rows, facts.vector_row_s * rows
-        stored = unstored_bytes(program, e, makers) == 0
-        if stored and margins.pays(*seconds, "orientation", device):
+        stored = unstored_bytes(r.program, e, r.makers) == 0
+        if stored and r.pays(*seconds):
             yield candidate(RULE, e.where(), _along_rows(e), seconds)
 
 
@@ -348,10 +355,10 @@ def _is_along_rows(e: Equation, width: int) -> bool:
     return width == shape[-1] and {*axes} == {*range(len(shape) - len(axes), len(shape))}
 
 
-def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tuple[float, float]:
+def _seconds(e: Equation, width: int, r: Fused) -> tuple[float, float]:
     """Return the seconds of a reduction by rows in a fusion, and of a stored operand."""
     x: Any = e.eqn.invars[0].aval
-    pages = device.page_seconds(x.size * x.dtype.itemsize)
+    facts, pages = r.facts, r.device.page_seconds(x.size * x.dtype.itemsize)
     fused = facts.across_seconds(x.size / width, pages if width <= facts.short_row else 0.0)
     return fused, facts.stored_s * x.size + pages
 
@@ -362,16 +369,14 @@ def _reduced(e: Equation) -> int:
     return read // made
 
 
-def _repeated_seconds(
-    chain: Chain, e: Equation, makers: Mapping[int, Equation], device: Device
-) -> float:
+def _repeated_seconds(chain: Chain, e: Equation, r: Fused) -> float:
     """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
     size, steps = math.prod(shape_of(e.eqn.invars[0])), 0.0
-    for maker in _made_from(chain.spread, makers):
+    for maker in _made_from(chain.spread, r.makers):
         if maker.name in FUSED:
             made = math.prod(shape_of(maker.eqn.outvars[0]))
-            steps += (size - made) * device.functions.of(maker.name)
-    return steps / device.folds.fused_steps_per_s
+            steps += (size - made) * r.device.functions.of(maker.name)
+    return steps / r.device.folds.fused_steps_per_s
 
 
 def _made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Equation]:
@@ -394,16 +399,15 @@ def _stored_result(e: Equation) -> Replacement:
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
-def _selections(program: Program, device: Device) -> Iterator[Candidate]:
+def _selections(r: Fused) -> Iterator[Candidate]:
     """Yield the top-ks of which a part may be read."""
-    found = [e for e in program.equations if e.name == "top_k" and is_in_place(e, None)]
-    users = users_of(program.equations) if found else {}
+    found = [e for e in r.program.equations if e.name == "top_k" and is_in_place(e, None)]
     for e in found:
-        if all(u.name in ELEMENTWISE for v in e.outvals for u in users.get(v, ())):
+        if all(u.name in ELEMENTWISE for v in e.outvals for u in r.users.get(v, ())):
             continue
         shape = shape_of(e.eqn.invars[0])
-        seconds = selection_seconds(shape, -1, None, device), sorting_seconds(e.eqn, device)
-        if margins.pays(*seconds, "orientation", device):
+        seconds = selection_seconds(shape, -1, None, r.device), sorting_seconds(e.eqn, r.device)
+        if r.pays(*seconds):
             run = lambda x, e=e: lax.optimization_barrier(  # noqa: E731
                 e.eqn.primitive.bind(x, **e.eqn.params)
             )
