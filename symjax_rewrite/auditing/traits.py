@@ -320,7 +320,7 @@ def _copies(r: TracedValues) -> Iterator[Trait]:
         if (copies := _repetitions(r, e.outvals[0])) > 1:
             what = f"a product for each of {copies} copies of an operand"
             yield Trait(REDUNDANCY, what, e.where(), 1 - 1 / copies)
-        elif (copies := max(_repetitions(r, v) for v in e.invals)) > 1:
+        elif (copies := max([_repetitions(r, v) for v in e.reads], default=1)) > 1:
             yield Trait(REDUNDANCY, f"a product reads {copies} copies of an operand", e.where())
         written.setdefault(cls, []).append(e.where())
     for lines in written.values():
