@@ -346,7 +346,8 @@ def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
 
 
 REMAT = "remat2"
-CALLS = frozenset("jit closed_call custom_jvp_call custom_vjp_call".split())
+CLOSED_CALL = jex_core.primitives.closed_call_p.name  # "eval_jaxpr" since JAX 0.12
+CALLS = frozenset(("jit", CLOSED_CALL, "custom_jvp_call", "custom_vjp_call"))
 
 
 def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:

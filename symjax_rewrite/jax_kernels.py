@@ -13,9 +13,15 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 
 from symjax_rewrite.errors import KernelError
-from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, bodies, eval_each, eval_equation
+from symjax_rewrite.jax_internals import (
+    CALLS,
+    ClosedJaxpr,
+    JaxprEqn,
+    bodies,
+    eval_each,
+    eval_equation,
+)
 
-CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 Rule = Callable[..., Any]
 
 

@@ -106,7 +106,6 @@ class Logarithm:
 
 IS_FINITE = object()  # the symbol of "the maximum is finite"
 SAME = frozenset("broadcast_in_dim reshape squeeze copy stop_gradient reduce_precision".split())
-CALLS = frozenset(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 Symbol = Any  # one of the above, a concrete array, or None for none
 
 
@@ -201,7 +200,7 @@ def _applied(eqn: JaxprEqn, args: list[Symbol], rules: Rules) -> list[Symbol]:
     name = eqn.primitive.name
     if any(a is None for a in args):
         return [None] * len(eqn.outvars)
-    if name in CALLS:
+    if name in jax_internals.CALLS:
         return interpreted(jax_internals.bodies(eqn)[0], args, rules)
     if all(isinstance(a, (np.ndarray, jax.Array)) for a in args):
         with jax.ensure_compile_time_eval():

@@ -143,9 +143,9 @@ class Device:
         """Return the seconds of memory pages that every call requests from the system again.
 
         The allocator keeps a block up to a size and returns a larger one as a whole. The share
-        rises from zero to one just below that size, so that prices have no jump.
+        rises from zero to one around that size, so that prices have no jump.
         """
-        share = min(max(64 * fresh_bytes / self.memory.kept_bytes - 63, 0.0), 1.0)
+        share = min(max(16 * fresh_bytes / self.memory.kept_bytes - 15.5, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
     def peak(self, dtype: str, precision: object = None) -> float:

@@ -184,7 +184,7 @@ def _one_implementation(
 
 
 RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "sym_call"})
-CALLS = RULED | {"jit", "closed_call"}
+CALLS = RULED | {"jit", jax_internals.CLOSED_CALL}
 BODIES = CALLS | {"cond"}
 
 
@@ -194,5 +194,5 @@ def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if name == "jit":
         is_open = jax_internals.jit_equation_is_plain(eqn) and not jax_internals.is_sealed(eqn)
         return eqn.params["jaxpr"] if is_open else None
-    is_call = name in RULED or name == "closed_call"
+    is_call = name in RULED or name == jax_internals.CLOSED_CALL
     return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr") if is_call else None

@@ -42,7 +42,7 @@ PASSES = frozenset(
     " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add clamp".split()
 )
 FREE = frozenset({"name", "optimization_barrier", "platform_index", "pvary", "stop_gradient"})
-CALLS = frozenset({"scan", "while", "cond", "jit", "sym_call", "closed_call", jax_internals.REMAT})
+CALLS = frozenset({"scan", "while", "cond", "sym_call", *jax_internals.CALLS, jax_internals.REMAT})
 RULED = ("custom_jvp_call", "custom_vjp_call")
 # Sums of products whose FLOPs are not 2mnk.
 PRODUCTS = frozenset({"fft", "ragged_dot_general", "scaled_dot"})

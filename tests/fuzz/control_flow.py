@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.primitive_context import solve_matrix
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _cond(m: Machine, eqn: Any, xs: list) -> list:
 
 
 CALLS: dict[str, Callable] = {
-    "jit": _call("jaxpr"), "closed_call": _call("call_jaxpr"), "remat2": _call("jaxpr"),
+    "jit": _call("jaxpr"), jax_internals.CLOSED_CALL: _call("call_jaxpr"), "remat2": _call("jaxpr"),
     "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"), "sym_call": _call("call_jaxpr"),
     "scan": _scan, "while": _while, "cond": _cond,
