@@ -262,7 +262,8 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
 
     def run(x: Any, *weights: Any) -> Any:
         p = functools.reduce(operator.mul, weights, x)
-        return stored_apart(jnp.sum(p * 0.5 + p * 0.5 if halved else p, p.ndim - 1))
+        axes = e.eqn.params.get("axes", (p.ndim - 1,))
+        return stored_apart(jnp.sum(p * 0.5 + p * 0.5 if halved else p, axes))
 
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 

@@ -180,6 +180,14 @@ def test_weighted_sums_of_computed_rows_are_no_products_and_keep_special_values(
     assert not stored(scores, x, array(64), numerics="exact")
 
 
+@OLD
+def test_weighted_sums_over_several_axes_keep_them() -> None:
+    def totals(x, w):
+        return jnp.sum(jnp.abs(x[:, None] - x) * w, (1, 2))
+
+    assert stored(totals, array(60, 64), array(64), rules=packs.default - "contraction_order")
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0)])
 def test_sums_of_few_numbers_stay(shape: tuple[int, ...]) -> None:
     assert not stored(lambda x: lax.reduce_sum(jnp.tanh(x) * x, range(x.ndim)), jnp.ones(shape))
