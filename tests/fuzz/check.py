@@ -344,6 +344,9 @@ def compare(
         # Coefficients are rounded once in the program's dtype, even here.
         limit = 4 * _eps(closed.out_avals[k].dtype) * scale
         if far > limit and far > limit + 4 * spread.of(k):
+            free = _Unbounded(wide=True).run(closed, args)[k]
+            if _distance(b, free) <= 4 * _eps(closed.out_avals[k].dtype) * _scale(free):
+                return "skipped: overflow"  # of a small float, which XLA may keep wide as well
             text = f"output {k} in float64: off by {far:.3g} of {scale:.3g}"
             return Failure("wrong value", f"{text}, rounding gives {spread.of(k):.3g}")
     if numerics == "cancels":
@@ -364,7 +367,7 @@ def compare(
             continue
         noise = spread.of(k)
         if mine > limit + SLACK * noise:
-            noise = max(noise, _ties(closed, args, k))
+            noise = max(noise, _ties(closed, args, k), _drift(closed, args, k, narrow[k]))
         if mine > limit + SLACK * noise:
             text = f"output {k}: off by {mine:.3g} where the original is off by {theirs:.3g}"
             text += f" (rounding gives {noise:.3g}, values to {_scale(a):.3g})"
@@ -383,6 +386,24 @@ def _ties(closed: Any, args: list[np.ndarray], k: int) -> float:
     cast = Machine(True, casts=True).run(closed, args)
     noisy = [Machine(True, NEAR, n, casts=True).run(closed, args) for n in range(NOISY_RUNS)]
     return max(_distance(n[k], cast[k]) for n in noisy)
+
+
+def _drift(closed: Any, args: list[np.ndarray], k: int, narrow: np.ndarray) -> float:
+    """Return how far rounding moves output `k` in its own dtypes, or 0 where it stops being finite.
+
+    What underflows there (the square of a sum of exponentials) makes other values large that are
+    small in float64: a difference of two of them is as inexact as they are.
+    """
+    noisy = [Machine(False, 1.0, n).run(closed, args)[k] for n in range(NOISY_RUNS)]
+    far = [_distance(n, narrow) for n in noisy]
+    return max((d for d in far if np.isfinite(d)), default=0.0)
+
+
+class _Unbounded(Machine):
+    """A machine whose small floats reach as far as float64, as where a fusion keeps them wide."""
+
+    def equation(self, eqn: Any, xs: list[np.ndarray]) -> list[np.ndarray]:
+        return xs if narrows(eqn) else super().equation(eqn, xs)
 
 
 def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:

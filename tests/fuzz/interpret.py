@@ -124,7 +124,7 @@ class Machine:
         if str(dtype) not in FLOATS and dtype.kind != "c":
             return x
         eps = self.noise * float(jax.numpy.finfo(dtype).eps)
-        return x * (1 + eps * self.rng.uniform(-1, 1, x.shape))
+        return (x * (1 + eps * self.rng.uniform(-1, 1, x.shape))).astype(x.dtype)
 
 
 def _dot_general(p: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:

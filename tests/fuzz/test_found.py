@@ -31,6 +31,8 @@ SEEDS = {  # of random programs, and what went wrong
     130006642: "a slice of a slice of a constant had no axes to compose",
     132000372: "the largest entry of a product was read as that of a sum over its slots",
     40001764: "a quadratic form minus itself was factored by either of its equal factors: not 0",
+    50007863: "a norm that overflows in float16 as written was finite, as where XLA keeps it wide",
+    62001206: "a gradient that underflow makes large cancels: rounding was sought in float64",
     91827369: "a sum was opened inside itself, without end",
 }
 
