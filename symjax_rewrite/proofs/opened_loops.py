@@ -7,7 +7,7 @@ are solved over the whole program, and the values of a step are index terms like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, append
 from symjax_rewrite.ir.sizes import Assumptions, Dim, from_jax
 from symjax_rewrite.loops.loop import Loop, get, run_equations
 from symjax_rewrite.loops.loop_reading import step_of
@@ -121,7 +121,7 @@ def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
     outer = list(dict.fromkeys(loop.outer_values()))
     keep, program.equations = program.equations, []
     given = [*outer, step, *carries]
-    ends = _inlined(program, _step(loop, outer), given)
+    ends = append(program, _step(loop, outer), given)
     count = len(carries)
     opened = OpenLoop(
         loop, from_jax(loop.length), step, carries, ends[:count], ends[count:],
@@ -129,16 +129,10 @@ def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
     )  # fmt: skip
     body, program.equations = program.equations, []
     for fun, values in _relations(opened, list(e.outvals)):
-        _inlined(program, fun, values)
+        append(program, fun, values)
     behind = program.equations
     program.equations = [*keep[:place], *body, e, *behind, *keep[place + 1 :]]
     return opened
-
-
-def _inlined(program: Program, fun: Callable[..., Any], values: Sequence[Value]) -> list[Value]:
-    """Append the equations of a function of values of the program; return its results."""
-    avals = [program.avals[v] if isinstance(v, int) else v.aval for v in values]
-    return inline(program, jax_internals.make_avals_jaxpr(fun, avals), values)
 
 
 def _step(loop: Loop, outer: list[int]) -> Callable[..., list[Any]]:

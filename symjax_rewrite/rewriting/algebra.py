@@ -16,7 +16,7 @@ from symjax_rewrite.ir.term import LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.rewriting.region_keys import Key, Region
+from symjax_rewrite.rewriting.region_keys import Key, LeafTag, Region
 from symjax_rewrite.rewriting.region_partition import find_regions, is_inlined
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
@@ -77,9 +77,9 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
     if "regions" not in terms.kept:
         t, known = terms.t, terms.known
 
-        def tag(c: int) -> tuple[bool, str, bool, bool]:
+        def tag(c: int) -> LeafTag:
             computed = node_of(t.graph, c).op != LEAF
-            return c in known, storage(t, c), computed, is_inlined(t.graph, terms.need, c)
+            return LeafTag(c in known, storage(t, c), computed, is_inlined(t.graph, terms.need, c))
 
         part_of = lambda classes: nearest(t.graph, classes, terms.model)  # noqa: E731
         terms.kept["regions"] = find_regions(t, terms.need, tag, frozen, part_of)

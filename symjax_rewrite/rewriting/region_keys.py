@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph, renamed_attr
@@ -53,6 +54,19 @@ class Key:
         return self is other or (isinstance(other, Key) and self.rows == other.rows)
 
 
+class LeafTag(NamedTuple):
+    """The properties that distinguish inputs of regions besides sizes and dtype.
+
+    frozen: it depends on frozen arguments alone. storage: the dtype that it is stored in. computed:
+    an equation of the program computes it. inlined: XLA computes it inside what reads it.
+    """
+
+    frozen: bool
+    storage: str
+    computed: bool
+    inlined: bool
+
+
 @dataclass(slots=True)
 class Region:
     """A connected algebraic part of a program.
@@ -61,7 +75,7 @@ class Region:
     one elementwise term reads, in whose kernel XLA may compute them. key: equal for regions
     that are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
     the number of every class in the key. slots: the slots of every class in the key's order. tags:
-    further properties that distinguish leaves (frozen, storage, computed by the program, inlined).
+    of every leaf.
     """
 
     classes: list[int]
@@ -71,7 +85,7 @@ class Region:
     leaves: list[int] = field(default_factory=list)
     local: dict[int, int] = field(default_factory=dict)
     slots: dict[int, Axes] = field(default_factory=dict)
-    tags: dict[int, tuple] = field(default_factory=dict)
+    tags: dict[int, LeafTag] = field(default_factory=dict)
 
     def in_key(self, cls: int, ref: Ref) -> Ref:
         """Return a reference over the slots of a class, over the places of these in the key."""
@@ -81,12 +95,11 @@ class Region:
 class Numbering:
     """Numbers the classes of a region from its roots; the numbering is the key.
 
-    Of the region only the classes and roots are read. tag: returns further properties that
-    distinguish leaves.
+    Of the region only the classes and roots are read. tag: returns the tag of a leaf.
     """
 
     def __init__(
-        self, g: EGraph, need: Needed, region: Region, tag: Callable[[int], tuple]
+        self, g: EGraph, need: Needed, region: Region, tag: Callable[[int], LeafTag]
     ) -> None:
         self.g, self.need, self.region, self.tag = g, need, region, tag
         self.inside, self.roots = set(region.classes), set(region.roots)

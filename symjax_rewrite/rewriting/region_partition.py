@@ -30,7 +30,7 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import selected_case
-from symjax_rewrite.rewriting.region_keys import Key, Numbering, Region
+from symjax_rewrite.rewriting.region_keys import Key, LeafTag, Numbering, Region
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
 LINEAR = frozenset({CONTRACT, ADD})
@@ -40,14 +40,13 @@ PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a search on 
 def find_regions(
     t: TermGraph,
     need: Needed,
-    tag: Callable[[int], tuple],
+    tag: Callable[[int], LeafTag],
     frozen: bool = False,
     part_of: Callable[[list[int]], list[int]] = lambda classes: classes,
 ) -> list[Region]:
     """Find the regions worth solving, in program order.
 
-    tag: returns further properties that distinguish leaves in keys: frozen, storage, computed by
-        the program, inlined.
+    tag: returns the tag of a leaf.
     frozen: True if some inputs are frozen, so that scales and sums can be folded into them.
     part_of: returns the classes of a region to solve.
     """

@@ -114,8 +114,11 @@ class Solver:
         back = {g.find(ref).cls: c for c, ref in to.items()}
         leaves = {g.find(to[c]).cls: c for c in region.leaves}
         frozen = Frozen(g, {at for at, c in leaves.items() if c in known})
-        made = [frozenset([at for at, c in leaves.items() if region.tags[c][k]]) for k in (2, 3)]
-        models = [CostModel(self.context.device, _at(x), *made) for x in self.terms.samples]
+        tags = {at: region.tags[c] for at, c in leaves.items()}
+        computed = frozenset([at for at, tag in tags.items() if tag.computed])
+        inlined = frozenset([at for at, tag in tags.items() if tag.inlined])
+        device = self.context.device
+        models = [CostModel(device, _at(x), computed, inlined) for x in self.terms.samples]
         first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
         written = original_choice(g)
         for model in models:
@@ -128,7 +131,7 @@ class Solver:
                 numerics=options.numerics,
                 uses=lambda c: need.uses.get(back[c], 1) if c in back else 1,
                 frozen=frozen,
-                storage=lambda c: region.tags[leaves[c]][1] if c in leaves else g.classes[c].dtype,
+                storage=lambda c: tags[c].storage if c in tags else g.classes[c].dtype,
                 pairs=Pairs.of(options.budget.pairs),
                 has_frozen=bool(frozen.leaves),
                 trees=self.context.kept.setdefault("trees", {}),
