@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 
 from symjax_rewrite.candidates import Context, Terms
 from symjax_rewrite.cost import margins
@@ -107,81 +106,41 @@ class Solver:
 
     def _solved(self, region: Region) -> Solution:
         """Return the best form of a region; symbolic sizes are tried at every sample."""
-        t, need, known = self.terms.t, self.terms.need, self.terms.known
-        options, axioms = self.context.options, self.context.rules.axioms
-        patterns = tuple(map(compile_lemma, self.context.rules.lemmas))
-        g, to = region_graph(t, region)
-        back = {g.find(ref).cls: c for c, ref in to.items()}
-        leaves = {g.find(to[c]).cls: c for c in region.leaves}
-        frozen = Frozen(g, {at for at, c in leaves.items() if c in known})
-        tags = {at: region.tags[c] for at, c in leaves.items()}
-        computed = frozenset([at for at, tag in tags.items() if tag.computed])
-        inlined = frozenset([at for at, tag in tags.items() if tag.inlined])
-        device = self.context.device
-        models = [CostModel(device, _at(x), computed, inlined) for x in self.terms.samples]
-        first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
-        written = original_choice(g)
-        for model in models:
-            model.fused = {to[c].cls for c in region.fused}
-        before = [model.evaluate(g, written, first, frozen) for model in models]
-        contexts = [
-            RuleContext(
-                g=g,
-                model=model,
-                numerics=options.numerics,
-                uses=lambda c: need.uses.get(back[c], 1) if c in back else 1,
-                frozen=frozen,
-                storage=lambda c: tags[c].storage if c in tags else g.classes[c].dtype,
-                pairs=Pairs.of(options.budget.pairs),
-                has_frozen=bool(frozen.leaves),
-                trees=self.context.kept.setdefault("trees", {}),
-            )
-            for model in models
-        ]
-        stop = ", ".join(sorted({saturate(x, axioms, patterns, options.budget) for x in contexts}))
-        frozen.known.clear()
-        roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
-        for model in models:
-            model.fused = {_root(g, to[c].cls) for c in region.fused}
-        found = [
-            extract(g, roots, *pair) for pair in zip(models, repeat(frozen), before, strict=False)
-        ]
+        r = _OwnGraph(self.context, self.terms, region)
+        before = r.as_written()
+        stop = r.saturate()
+        roots = r.roots()
+        priced = [*zip(r.models, before, strict=True)]
+        found = [extract(r.g, roots, model, r.frozen, cost) for model, cost in priced]
         best, crossovers = found[0], []
-        if t.dim_env:
-            priced = [*zip(models, before, strict=True)]
-            best, crossovers = self._symbolic(g, roots, found, priced, frozen)
+        if self.terms.t.dim_env:
+            best, crossovers = self._symbolic(r, found, priced)
         log("cost", "%s (%s)", best.reason, stop)
         b, a = best.before.seconds, best.after.seconds
         gains = b > 0 and margins.pays(b, a, "told", self.context.device)
         is_short = gains and obstacle_of(best.reason) is Obstacle.COST
-        changed = _changed(g, best, roots, region, to) if best.taken or is_short else []
         return Solution(
-            g,
-            {region.local[c]: region.in_key(c, ref) for c, ref in to.items()},
+            r.g,
+            {region.local[c]: region.in_key(c, ref) for c, ref in r.to.items()},
             best.choice,
             best.before,
             best.after,
-            changed,
+            r.changed(best.choice) if best.taken or is_short else [],
             best.reason if not best.taken and (gains or crossovers) else "",
-            {k: v for ctx in contexts for k, v in ctx.refused.items()},
+            {k: v for context in r.contexts for k, v in context.refused.items()},
             stop,
             region.key.rows,
             crossovers,
         )
 
     def _symbolic(
-        self,
-        g: EGraph,
-        roots: tuple[int, ...],
-        found: list[Extraction],
-        priced: list[tuple[CostModel, Cost]],
-        frozen: Frozen,
+        self, r: _OwnGraph, found: list[Extraction], priced: list[tuple[CostModel, Cost]]
     ) -> tuple[Extraction, list[tuple[Cost, Cost]]]:
         """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes.
 
-        priced: at every sample, the model and the cost as written.
+        found: the best form at every sample. priced: there, the model and the cost as written.
         """
-        original, model = original_choice(g), priced[0][0]
+        g, roots, original, model = r.g, r.roots(), original_choice(r.g), priced[0][0]
         before = model.symbolic(g, original, roots)
         crossovers: list[tuple[Cost, Cost]] = []
         for candidate in found:
@@ -190,7 +149,7 @@ class Solver:
             after = model.symbolic(g, candidate.choice, roots)
             gained = before.flops - after.flops, before.bytes - after.bytes
             if self.terms.narrow:
-                cheaper = _pays_at_each(g, candidate.choice, roots, priced, frozen)
+                cheaper = _pays_at_each(r, candidate.choice, priced)
             else:
                 cheaper = all(map(self.context.assumptions.nonnegative, gained))
             if cheaper:
@@ -204,26 +163,82 @@ class Solver:
         return Extraction(same, same, original, False, reason), crossovers
 
 
-def _changed(
-    g: EGraph, best: Extraction, roots: tuple[int, ...], region: Region, to: dict[int, Ref]
-) -> list[int]:
-    given = {_root(g, to[c].cls) for c in region.leaves}
-    made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
-    # I·a = a: a computed class becomes an input
-    return changed_classes(g, best.choice, roots) + [c for c in made if c in given]
+class _OwnGraph:
+    """A region in an e-graph of its own, with a cost model for every sample of the named sizes.
+
+    to: for a class of the program, its reference in the e-graph.
+    """
+
+    def __init__(self, context: Context, terms: Terms, region: Region) -> None:
+        self.context, self.terms, self.region = context, terms, region
+        self.g, self.to = region_graph(terms.t, region)
+        leaves = {self.g.find(self.to[c]).cls: c for c in region.leaves}
+        self.tags = {at: region.tags[c] for at, c in leaves.items()}
+        self.frozen = Frozen(self.g, {at for at, c in leaves.items() if c in terms.known})
+        computed = frozenset([at for at, tag in self.tags.items() if tag.computed])
+        inlined = frozenset([at for at, tag in self.tags.items() if tag.inlined])
+        self.models = [
+            CostModel(context.device, _at(sample), computed, inlined) for sample in terms.samples
+        ]
+        self.contexts = list(map(self._rule_context, self.models))
+
+    def roots(self) -> tuple[int, ...]:
+        """Return the classes of the roots, in their order."""
+        return tuple(dict.fromkeys(self._classes(self.region.roots)))
+
+    def _classes(self, classes: Iterable[int]) -> list[int]:
+        """Return the present classes of some classes of the program."""
+        return [_root(self.g, self.to[c].cls) for c in classes]
+
+    def _rule_context(self, model: CostModel) -> RuleContext:
+        g, need, tags = self.g, self.terms.need, self.tags
+        back = {g.find(ref).cls: c for c, ref in self.to.items()}
+        return RuleContext(
+            g=g,
+            model=model,
+            numerics=self.context.options.numerics,
+            uses=lambda c: need.uses.get(back[c], 1) if c in back else 1,
+            frozen=self.frozen,
+            storage=lambda c: tags[c].storage if c in tags else g.classes[c].dtype,
+            pairs=Pairs.of(self.context.options.budget.pairs),
+            has_frozen=bool(self.frozen.leaves),
+            trees=self.context.kept.setdefault("trees", {}),
+        )
+
+    def as_written(self) -> list[Cost]:
+        """Return the cost of the region as written, at every sample."""
+        self._name_fused()
+        written, roots = original_choice(self.g), self.roots()
+        return [model.evaluate(self.g, written, roots, self.frozen) for model in self.models]
+
+    def _name_fused(self) -> None:
+        """Tell the models which roots one elementwise term elsewhere reads."""
+        for model in self.models:
+            model.fused = set(self._classes(self.region.fused))
+
+    def saturate(self) -> str:
+        """Apply the rules at every sample; return what stopped them."""
+        rules, budget = self.context.rules, self.context.options.budget
+        patterns = tuple(map(compile_lemma, rules.lemmas))
+        stops = {saturate(x, rules.axioms, patterns, budget) for x in self.contexts}
+        self.frozen.known.clear()
+        self._name_fused()
+        return ", ".join(sorted(stops))
+
+    def changed(self, choice: Choice) -> list[int]:
+        """Return the classes that a choice computes by another node than the written node."""
+        leaves = self.region.leaves
+        given = set(self._classes(leaves))
+        made = dict.fromkeys(self._classes(c for c in self.to if c not in leaves))
+        # I·a = a: a computed class becomes an input
+        return changed_classes(self.g, choice, self.roots()) + [c for c in made if c in given]
 
 
-def _pays_at_each(
-    g: EGraph,
-    choice: Choice,
-    roots: tuple[int, ...],
-    priced: list[tuple[CostModel, Cost]],
-    frozen: Frozen,
-) -> bool:
+def _pays_at_each(r: _OwnGraph, choice: Choice, priced: list[tuple[CostModel, Cost]]) -> bool:
     """Return True if a form is to be taken at every sample of the sizes."""
-    known = any(map(frozen, choice))
+    known, roots = any(map(r.frozen, choice)), r.roots()
     return all(
-        margins.worthwhile(before, m.evaluate(g, choice, roots, frozen), m.device, known)[0]
+        margins.worthwhile(before, m.evaluate(r.g, choice, roots, r.frozen), m.device, known)[0]
         for m, before in priced
     )
 
