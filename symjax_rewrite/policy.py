@@ -29,48 +29,68 @@ def chosen(
     Returns:
         The program with the candidates taken, these candidates, and the refusals of the others.
     """
-    left, refused = [*found], []
-    device = context.device
-
-    def refuse(faulty: Sequence[Candidate], reason: str) -> None:
-        nonlocal left
-        for c in faulty:
-            rules = tuple(name for name, _ in c.rules)
-            by_price = bool(rules) and obstacle_of(reason) is Obstacle.COST
-            parts = c.parts if by_price else ()  # a form that the user may write
-            refused.append(
-                Refusal(c.name, reason, c.where, c.count, c.ratio, rules=rules, parts=parts)
-            )
-        left = [c for c in left if c not in faulty]
-
-    staged: Staged = {}
+    device, staged = context.device, Staged()
     removed = _removed_copies(program, found, device, staged)
+    choice = _Choice(found)
     for c in found:
         if c.short and _group(c) not in removed:
-            refuse([c], c.short)
-    unwanted = [c for c in left if not (context.admits(c) and context.selects(c, program))]
-    refuse(unwanted, Obstacle.CONFLICT("not admitted"))
-    reason = Obstacle.SHARE(f"saves {margins.little(device)}")
-    refuse(_small(program, left, context, removed), reason)
-    reason = Obstacle.COST("its transposed copies take as long as it saves")
-    refuse(_copying(program, left, device, staged), reason)
-    reason = Obstacle.CONFLICT("an earlier candidate computes the same values")
-    refuse(_repeated(left), reason)
-    while left:
-        try:
-            made = replaced(program, [p for c in left for p in c.parts], staged)
-        except ConflictError as conflict:
-            faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
-            reason = Obstacle.CONFLICT("a value that it reads depends on a value that it computes")
-        else:
-            faulty = _still_needed(program, left)
-            reason = Obstacle.READER(
-                "the rest of the program reads a value that it does not compute any more"
-            )
+            choice.refuse([c], c.short)
+    choice.refuse(_unwanted(program, choice.left, context), Obstacle.CONFLICT("not admitted"))
+    choice.refuse(
+        _small(program, choice.left, context, removed),
+        Obstacle.SHARE(f"saves {margins.little(device)}"),
+    )
+    choice.refuse(
+        _copying(program, choice.left, device, staged),
+        Obstacle.COST("its transposed copies take as long as it saves"),
+    )
+    choice.refuse(
+        _repeated(choice.left),
+        Obstacle.CONFLICT("an earlier candidate computes the same values"),
+    )
+    return choice.replace_all(program, staged), choice.left, choice.refused
+
+
+class _Choice:
+    """The candidates that are left, and the refusals of the others."""
+
+    def __init__(self, found: Sequence[Candidate]) -> None:
+        self.left, self.refused = [*found], list[Refusal]()
+
+    def refuse(self, faulty: Sequence[Candidate], reason: str) -> None:
+        """Refuse some candidates for one reason."""
+        self.refused += [_refusal(c, reason) for c in faulty]
+        self.left = [c for c in self.left if c not in faulty]
+
+    def replace_all(self, program: Program, staged: Staged) -> Program:
+        """Return the program with what is left; refuse candidates until none is in conflict."""
+        while self.left:
+            try:
+                made = replaced(program, [p for c in self.left for p in c.parts], staged)
+            except ConflictError as conflict:
+                faulty = [c for c in self.left if any(p in conflict.parts for p in c.parts)]
+                reason = "a value that it reads depends on a value that it computes"
+                self.refuse(faulty or self.left, Obstacle.CONFLICT(reason))
+                continue
+            faulty = _still_needed(program, self.left)
             if not faulty:
-                return made, left, refused
-        refuse(faulty, reason)
-    return program, [], refused
+                return made
+            reason = "the rest of the program reads a value that it does not compute any more"
+            self.refuse(faulty, Obstacle.READER(reason))
+        return program
+
+
+def _refusal(c: Candidate, reason: str) -> Refusal:
+    """Return the refusal of a candidate; of a price, with the form that the user may write."""
+    rules = tuple(name for name, _ in c.rules)
+    by_price = bool(rules) and obstacle_of(reason) is Obstacle.COST
+    parts = c.parts if by_price else ()
+    return Refusal(c.name, reason, c.where, c.count, c.ratio, rules=rules, parts=parts)
+
+
+def _unwanted(program: Program, found: Sequence[Candidate], context: Context) -> list[Candidate]:
+    """Return the candidates that bisection, tuning or a plan leaves out."""
+    return [c for c in found if not (context.admits(c) and context.selects(c, program))]
 
 
 def _group(c: Candidate) -> object:

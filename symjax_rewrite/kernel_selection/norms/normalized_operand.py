@@ -105,7 +105,7 @@ def opener(g: EGraph, is_full: Callable[[Ref], bool], scaled: bool = True) -> Su
     """
 
     def opens(ref: Ref, node: Node) -> bool:
-        opened = node.op == ADD or is_product(node) or is_float_cast(g, ref.cls)
+        opened = node.op == ADD or multiplies_slots(node) or is_float_cast(g, ref.cls)
         return opened and is_full(ref)
 
     def keeps(form: SumOfProducts, ref: Ref, node: Node, terms: list[ProductTerm]) -> bool:
@@ -133,8 +133,8 @@ def _cancel(parts: list[ProductTerm]) -> bool:
     return any(len(s) > 1 for s in signs.values())
 
 
-def is_product(node: Node) -> bool:
-    """Return True if a node multiplies elementwise; a diagonal reads one index twice."""
+def multiplies_slots(node: Node) -> bool:
+    """Return True if a node multiplies elementwise and reads no operand along a diagonal."""
     if node.op != CONTRACT or node.bound:
         return False
     return all(len(set(a.axes)) == len(a.axes) for a in node.args)

@@ -23,7 +23,7 @@ from symjax_rewrite.ir.sum_of_products import SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     as_stored,
-    is_product,
+    multiplies_slots,
     opener,
 )
 from symjax_rewrite.pallas_kernels.norm.spec import RowSums
@@ -102,7 +102,7 @@ class ProgramBuilder(StepProgram):
         if node.op == CONTRACT and node.bound:
             made = self._statistic(ref, node)
             return self.operand("rows", ref) if made is None else made
-        if node.op not in (MAP, ADD) and not is_product(node):
+        if node.op not in (MAP, ADD) and not multiplies_slots(node):
             return self.operand("rows", ref)
         if not is_computed_from(self.g, ref.cls, (self.x.cls,)):
             return self.operand("rows", ref)
@@ -156,7 +156,7 @@ class ProgramBuilder(StepProgram):
 
         def opens(ref: Ref, node: Node) -> bool:
             inside = ref.cls != self.x.cls and bool(set(ref.axes) & bound)
-            return inside and (is_float_cast(self.g, ref.cls) or is_product(node))
+            return inside and (is_float_cast(self.g, ref.cls) or multiplies_slots(node))
 
         made = SumOfProducts(self.g, opens).product(args)
         return args if made is None else made[0].factors
