@@ -5,6 +5,11 @@ folds of dv, dk and dq, which read the maxima and sums. If nothing else reads th
 returns the log-sum-exp in their place, and one call computes all derivatives from it
 (FlashAttention-2, Dao 2023). The programs of all folds are read as symbols (`gradient_symbols.py`),
 so that the folds are replaced only if they are this gradient.
+
+cuDNN computes Σ p·dp of a row as dO·o, of the rounded result o. The error is the same for all keys
+of the row, so that what the keys share adds an error in proportion to it to dq. A program that sums
+p·dp in f32 has no such error: there, this is a choice that may lose digits. A program that rounds
+the sum to half precision has a larger one.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
     RowSymbols,
     Weights,
     gradient_rules,
+    has_dotted,
     monomial,
     multiplied,
     power,
@@ -85,8 +91,13 @@ class AttentionGradientRoute(FoldRoute):
         return [made[n] for n in self.chosen]
 
 
-def with_gradient(t: TermGraph, need: Needed, folds: Sequence[FoldRoute]) -> list[FoldRoute] | None:
-    """Return two routes in place of the folds of attention and its gradient, else None."""
+def with_gradient(
+    t: TermGraph, need: Needed, folds: Sequence[FoldRoute], cancels: bool
+) -> list[FoldRoute] | None:
+    """Return two routes in place of the folds of attention and its gradient, else None.
+
+    cancels: sums may lose digits, as numerics="cancels" permits.
+    """
     if len(folds) < 2 or any(r.backend not in ("auto", "library") for r in folds):
         return None
     for first in folds:
@@ -97,7 +108,10 @@ def with_gradient(t: TermGraph, need: Needed, folds: Sequence[FoldRoute]) -> lis
         if isinstance(backend, Reason) or backend.name != "library":
             return None
         rest = [r for r in folds if r is not first]
-        return found.routes(rest) if found.reads(rest) else None
+        if not found.reads(rest):
+            return None
+        asked = cancels or first.backend == "library"
+        return found.routes(rest) if asked or found.rounds_sums(folds) else None
     return None
 
 
@@ -186,6 +200,11 @@ class _Attention:
             waiting = later
         kinds = [kind for kind, _ in self.made.values()]
         return len(kinds) == len({*kinds}) > 0 and self.upstream is not None
+
+    def rounds_sums(self, folds: Sequence[FoldRoute]) -> bool:
+        """Return True if the program rounds Σ p·dp of each row to half precision."""
+        sums = [c for r in folds for c in r.served if has_dotted(self.rows.of(c)[0])]
+        return bool(sums) and all(map(self._is_narrow, sums))
 
     def _learn(self, route: FoldRoute, by_keys: bool) -> bool:
         """Read the results of a fold; return False if one of them has no meaning here.

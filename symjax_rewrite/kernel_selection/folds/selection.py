@@ -212,7 +212,7 @@ class _FoldSelection:
         if not folds:
             return "of each row only a chosen column is read"
         if self.device.runs_on_gpu and not draft.choices:
-            folds = with_gradient(t, need, folds) or folds
+            folds = with_gradient(t, need, folds, self.scope.cancels) or folds
         for route in folds:
             backend = BACKENDS.get(route.backend)
             support = backend.supports(route.spec) if backend else True
