@@ -42,7 +42,6 @@ class TermGraph:
     layouts: for every value, its ids, sizes, positions and shape.
     dtypes: for every value, its dtype's name.
     made_by: for every class that an equation computes, (equation number, output number).
-    part_of: for a class that a pass made as a part of a sum, the sum as written.
     """
 
     program: Program
@@ -54,7 +53,6 @@ class TermGraph:
     layouts: list[Layout] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     made_by: dict[int, tuple[int, int]] = field(default_factory=dict)
-    part_of: dict[int, int] = field(default_factory=dict)
     leaf_value: dict[int, int] = field(default_factory=dict)  # leaf class to value
     literals: dict[tuple[object, str], Ref] = field(default_factory=dict)  # by bits and dtype
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them

@@ -17,7 +17,6 @@ from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, live_classe
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.extremum_ties import opposed
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
 from symjax_rewrite.kernel_selection.folds.slices import entry_along, narrowed, sliced
 from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute
@@ -49,16 +48,14 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
     least: minimum number of elements of the scores.
     """
     seeds = {c for c in need.order if _joins_scores(t, c, least)}
-    sums = opposed(t.graph, need, least)
-    ways: list[set[int]] = [seeds] if seeds else []
-    for joins in [*ways, set()] if sums else ways:
-        found = Restated(t, need, joins, sums)
-        if all(found.visit(cls) for cls in need.order) and found.wanted:
-            to = found.to
-            outside = {to[c].cls if c in to else c for c in need.outside}
-            live = live_classes(outside, class_operands(t.graph))
-            return found, replace(live, known=need.known)
-    return None
+    if not seeds:
+        return None
+    found = Restated(t, need, seeds)
+    if not all(found.visit(cls) for cls in need.order) or not found.wanted:
+        return None
+    outside = {found.to[c].cls if c in found.to else c for c in need.outside}
+    live = live_classes(outside, class_operands(t.graph))
+    return found, replace(live, known=need.known)
 
 
 def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
@@ -85,10 +82,8 @@ class Restated:
     concatenate results of the parts. wanted: new classes that a fold must compute to be profitable.
     """
 
-    def __init__(
-        self, t: TermGraph, need: Needed, seeds: set[int], sums: dict[int, list[tuple[Ref, ...]]]
-    ) -> None:
-        self.t, self.g, self.need, self.seeds, self.sums = t, t.graph, need, seeds, sums
+    def __init__(self, t: TermGraph, need: Needed, seeds: set[int]) -> None:
+        self.g, self.need, self.seeds = t.graph, need, seeds
         self.pieces: dict[int, Pieces] = {}
         self.cuts: dict[tuple, Ref] = {}
         self.to: dict[int, Ref] = {}
@@ -105,9 +100,6 @@ class Restated:
         elif any(a.cls in self.pieces for a in node.args):
             if not self._apart(cls, node):
                 return False
-        elif cls in self.sums:
-            self.to[cls] = self._multiplied_out(cls, node)
-            self.joined.add(cls)
         elif any(a.cls in self.to for a in node.args):
             args = tuple(self._moved(a) for a in node.args)
             self.to[cls] = self.g.add(node.op, node.attr, args, c.sizes, node.bound, c.dtype)
@@ -116,15 +108,6 @@ class Restated:
     def _moved(self, ref: Ref) -> Ref:
         new = self.to.get(ref.cls)
         return ref if new is None else over(ref, new)
-
-    def _multiplied_out(self, cls: int, node: Node) -> Ref:
-        c, made = self.g.classes[cls], []
-        for factors in self.sums[cls]:
-            args = tuple(self._moved(a) for a in factors)
-            made.append(self.g.add(CONTRACT, node.attr, args, c.sizes, node.bound, c.dtype))
-        self.wanted |= {ref.cls for ref in made}
-        self.t.part_of.update((ref.cls, cls) for ref in made)
-        return self.g.add(ADD, (1,) * len(made), tuple(made), c.sizes, (), c.dtype)
 
     def _apart(self, cls: int, node: Node) -> bool:
         found = {

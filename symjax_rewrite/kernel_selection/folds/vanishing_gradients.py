@@ -28,8 +28,7 @@ from symjax_rewrite.ir.dataflow import (
 )
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, is_cast
-from symjax_rewrite.kernel_selection.folds.extremum_ties import is_tie
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, REDUCE, Node, Ref, is_cast
 
 POINTS = 3  # that stand for an index
 MOST_ELEMENTS = 3**10  # of a term's index space, at these points
@@ -51,7 +50,7 @@ def vanishing(g: EGraph, need: Needed) -> set[int]:
         elif node.op == CONTRACT:
             gone = [a for a in node.args if a.cls in out]
             rest = [a for a in node.args if a.cls not in out]
-            if (gone and all(is_tie(g, a.cls) for a in rest)) or _spread(g, node, at):
+            if (gone and all(_is_tie(g, a.cls) for a in rest)) or _spread(g, node, at):
                 out.add(cls)
     return out
 
@@ -70,7 +69,26 @@ def _is_reciprocal_count(g: EGraph, cls: int) -> bool:
 def _is_tie_count(g: EGraph, cls: int) -> bool:
     """Return True if a class counts the positions of a maximum along a row (at least one)."""
     node = node_of(g, cls)
-    return node.op == CONTRACT and len(node.args) == 1 and is_tie(g, node.args[0].cls)
+    return node.op == CONTRACT and len(node.args) == 1 and _is_tie(g, node.args[0].cls)
+
+
+def _is_tie(g: EGraph, cls: int) -> bool:
+    """Return True if a class is 1 where a term is its own maximum (or minimum), else 0."""
+    node = node_of(g, cls)
+    if is_cast(node):
+        return _is_tie(g, node.args[0].cls)
+    is_equality = node.op == MAP and node.attr[0] == "eq"
+    pairs = (node.args, node.args[::-1]) if is_equality else ()
+    return any(_is_extremum(g, top, of) for of, top in pairs)
+
+
+def _is_extremum(g: EGraph, top: Ref, of: Ref) -> bool:
+    """Return True if a value is the maximum, or minimum, of a term along some of its indices."""
+    node = node_of(g, top.cls)
+    if node.op != REDUCE or node.attr not in ("max", "min") or node.args[0].cls != of.cls:
+        return False
+    place = dict(enumerate(top.axes))
+    return all(place.get(i, j) == j for i, j in zip(node.args[0].axes, of.axes, strict=True))
 
 
 class _Sample(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, is_inverse_power, itemsize
-from symjax_rewrite.ir.dataflow import class_operands, cone, node_of, postorder
+from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -26,31 +26,18 @@ def written_terms(
 ) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
     """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
 
-    It always writes the reductions, and the inputs of XLA's own routines. A sum that folds compute
-    in parts is one sum as written.
+    It always writes the reductions, and the inputs of XLA's own routines.
     """
-    reduced = sorted({t.part_of.get(m.reduction.cls, m.reduction.cls) for m in cluster.members})
+    reduced = sorted({m.reduction.cls for m in cluster.members})
     mine = {
         *reduced,
         *cluster.classes()[0],
         *(x for m in cluster.members for x in m.reduction.through),
     }
-    if t.part_of:
-        mine |= _between(t, reduced, mine)
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     choice = {c: node_of(t.graph, c) for c in mine | reached}
     native = {a.cls for c in reduced if choice[c].op == NATIVE for a in choice[c].args}
     return choice, mine, reduced, (*reduced, *sorted((native & mine).difference(reduced)))
-
-
-def _between(t: TermGraph, reduced: Iterable[int], terms: set[int]) -> set[int]:
-    """Return the terms between reductions and terms that they read indirectly."""
-    operands = class_operands(t.graph)
-    above = set()
-    for c in postorder(reduced, operands):
-        if any(a in terms or a in above for a in operands(c)):
-            above.add(c)
-    return above
 
 
 def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:

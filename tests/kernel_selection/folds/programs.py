@@ -195,18 +195,6 @@ def steepest(x, y):
     return jnp.tanh(x @ y.T).max(-1)
 
 
-def hausdorff(x, y):
-    d = jnp.sqrt(((x[:, None] - y) ** 2).sum(-1))
-    return jnp.maximum(d.min(0).max(), d.min(1).max())
-
-
-def hardest(x, y):
-    """The distance to the best of the wrong ones, both ways."""
-    s = x @ y[:N].T
-    wrong = jnp.where(jnp.eye(N, dtype=bool), -jnp.inf, s)
-    return sum(jax.nn.relu(0.2 + wrong.max(k) - jnp.diag(s)).mean() for k in (0, 1))
-
-
 def entropy(x, y):
     s = x @ y.T
     p = jax.nn.softmax(s)
@@ -403,9 +391,7 @@ def _folds() -> list[Program]:
     )  # fmt: skip
     out += [Program(f, wide, N * M) for f in pairs]
     out += [Program(nearest, near[:2], N * M)]
-    extremes = ((steepest, wide, M), (chamfer, wide, M), (hardest, wide, N))
-    out += [Program(gradient(f, 2), args, N * m) for f, args, m in extremes]
-    out += [Program(gradient(hausdorff, 2), near[:2], N * M)]
+    out += [Program(gradient(steepest, 2), wide, N * M)]
     layers = (
         plain, masked, finite_fill, stopped, by_hand, divided_after, through_lse, repeated,
         grouped, softcap, library, padded, biased, sloped, sinks, joined_sinks,

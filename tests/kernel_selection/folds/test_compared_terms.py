@@ -9,14 +9,7 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
-from tests.kernel_selection.folds.programs import (
-    chamfer,
-    draw,
-    gradient,
-    hausdorff,
-    squares,
-    steepest,
-)
+from tests.kernel_selection.folds.programs import draw, gradient, steepest
 
 N, M, D = 130, 110, 4
 
@@ -41,10 +34,6 @@ def unbounded(*shape, seed=0):
     return draw(*shape, seed=seed).at[3, 0].set(jnp.nan).at[5].set(jnp.inf)
 
 
-def smallest(x, y):
-    return squares(x, y).min(1), squares(x, y).max(0)
-
-
 def clipped(x, y):
     return jax.nn.relu(x @ y.T - 1).max(-1)
 
@@ -61,13 +50,13 @@ def shifted(x, y):
     return (e @ y) / (e.sum(-1, keepdims=True) + 0.5)
 
 
-FUNCTIONS = [steepest, chamfer, smallest, clipped, filled, shifted, hausdorff]
+FUNCTIONS = [steepest, clipped, filled, shifted]
 
 
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("values", [rounded, repeated, constant], ids=lambda f: f.__name__)
 def test_ties_share_the_derivative(fun, values):
-    args = values(N, D), values(M, D, seed=1) + 0.5 * (fun is hausdorff)  # no distance of zero
+    args = values(N, D), values(M, D, seed=1)
     grad = gradient(fun, 2)
     routed = sym_optimize(grad, kernels="always", on_unsupported="error")
     assert {r.taken for r in routed.explain(*args).routes if r.name == "fold"} == {True}
@@ -83,27 +72,14 @@ def test_gradient_with_infinite_scores_is_unchanged(fun):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), ours, theirs)
 
 
-def test_the_largest_of_columns_in_halves_of_a_batch():
-    def fun(x, y):
-        s = jnp.einsum("bid,bjd->bij", x, y)
-        return s.max(-1), jnp.tanh(s).max(-2)
-
-    args = draw(3, 90, D), draw(3, 70, D, seed=1)
-    grad = gradient(fun, 2)
-    routed = sym_optimize(grad, kernels="always", on_unsupported="error")
-    assert {r.taken for r in routed.explain(*args).routes if r.name == "fold"} == {True}
-    assert_equivalent(routed, jax.jit(grad), *args, rtol=2e-5)
-
-
 @pytest.mark.parametrize("rows", [700, 1500])
 def test_blocks_of_whole_rows_and_a_remainder(rows):
     """More rows, or columns, than one block holds; numbers of which no sum is rounded."""
     args = rounded(rows, D), rounded(1501, D, seed=1)
-    for fun in (steepest, chamfer):
-        grad = gradient(fun, 2)
-        routed = sym_optimize(grad, kernels="always")
-        assert_no_intermediate(routed, *args, elements=rows * 1501)
-        assert_equivalent(routed, jax.jit(grad), *args, rtol=2e-5)
+    grad = gradient(steepest, 2)
+    routed = sym_optimize(grad, kernels="always")
+    assert_no_intermediate(routed, *args, elements=rows * 1501)
+    assert_equivalent(routed, jax.jit(grad), *args, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
