@@ -54,13 +54,21 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         found: object = _version()
     elif name in _MODULES:
-        found = _import_module(f"{__name__}.{_MODULES[name]}")
+        found = _imported(_MODULES[name])
     elif home is not None:
-        found = getattr(_import_module(f"{__name__}.{home}"), name)
+        found = getattr(_imported(home), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
     return found
+
+
+def _imported(name: str) -> object:
+    """Import a module of the package."""
+    from symjax_rewrite.collector import collector_paused
+
+    with collector_paused():
+        return _import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import numpy as np
@@ -21,17 +21,16 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UNSPECIFIED as _UNSPECIFIED
 from jax.errors import InconclusiveDimensionOperation
-from jax.extend import core as jex_core
 
-Var = jex_core.Var
-Literal = jex_core.Literal
-Jaxpr = jex_core.Jaxpr
-ClosedJaxpr = jex_core.ClosedJaxpr
-JaxprEqn = jex_core.JaxprEqn
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+else:  # `jax.extend` loads Pallas
+    Var, Literal, Jaxpr, JaxprEqn = _core.Var, _core.Literal, _core.Jaxpr, _core.JaxprEqn
+    ClosedJaxpr = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class since JAX 0.12
 Atom = Any  # Var | Literal
 Tracer = _core.Tracer
 _STAGED = _core.DebugInfo("symjax_rewrite", "a part of a program", None, None)
-jaxpr_as_fun = jex_core.jaxpr_as_fun  # the arguments decide the weak types of results
+jaxpr_as_fun = _core.jaxpr_as_fun  # the arguments decide the weak types of results
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:
@@ -346,7 +345,7 @@ def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
 
 
 REMAT = "remat2"
-CLOSED_CALL = jex_core.primitives.closed_call_p.name  # "eval_jaxpr" since JAX 0.12
+CLOSED_CALL = "closed_call" if hasattr(_core, "closed_call_p") else "eval_jaxpr"  # JAX 0.12
 CALLS = frozenset(("jit", CLOSED_CALL, "custom_jvp_call", "custom_vjp_call"))
 
 

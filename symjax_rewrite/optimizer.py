@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from symjax_rewrite.candidates import (
     Stopped,
 )
 from symjax_rewrite.codegen import emission
+from symjax_rewrite.collector import collector_paused
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
@@ -220,7 +219,7 @@ class Optimiser:
         """
         start = time.perf_counter()
         allowed = planned_regions(self.options.plan, closed)
-        with _no_collection(), planning_for(self.device):
+        with collector_paused(), planning_for(self.device):
             result = self._run(closed, frozen, allowed, start, {}, self.device.call_s)
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(
@@ -360,24 +359,3 @@ def _calls_loops(closed: ClosedJaxpr) -> bool:
     """Return True if a jaxpr, or a call in it that is inlined, has a loop."""
     found = ((e, inlinable_body(e)) for e in closed.jaxpr.eqns)
     return any(e.primitive.name in LOOPS or (b is not None and _calls_loops(b)) for e, b in found)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable the cycle collector: with JAX loaded, one collection takes longer than optimisation.
-
-    The optimiser makes no reference cycles. Its objects therefore move to the oldest generation at
-    once, by `freeze` and `unfreeze`. Earlier garbage is collected first.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.collect(1)
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()

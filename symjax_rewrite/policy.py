@@ -183,7 +183,8 @@ def _copying(
             return 0.0
         return transposed_seconds(made, device) - before
 
-    if added(unpriced) <= 0:
+    whole = added(unpriced)
+    if whole <= 0 or all(margins.pays_beside([c], whole, device) for c in unpriced):
         return []
     return [c for c in unpriced if not margins.pays_beside([c], added([c]), device)]
 

@@ -11,7 +11,7 @@ import symjax_rewrite
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
-    "chex", "jax.experimental.pallas", "jax_triton", "matplotlib", "sympy",
+    "chex", "jax.experimental.pallas", "jax.extend", "jax_triton", "matplotlib", "sympy",
     "symjax_rewrite.api.differentiation", "symjax_rewrite.reports.builder",
     "symjax_rewrite.kernel_selection", "symjax_rewrite.loops", "symjax_rewrite.optimizer",
     "symjax_rewrite.pallas_kernels", "symjax_rewrite.proofs", "symjax_rewrite.testing",

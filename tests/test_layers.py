@@ -23,6 +23,7 @@ FOLDERS = {
 LAYERS = {
     "ground": (
         "errors",
+        "collector",
         "options",
         "obstacles",
         "jax_internals",

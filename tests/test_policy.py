@@ -142,6 +142,28 @@ def test_a_part_is_staged_out_once(chain):
     assert Counted.runs == 1
 
 
+@pytest.mark.parametrize(("copies_s", "priced"), [(0.1, 2), (3.0, 4)])
+def test_copies_are_priced_by_candidate_only_if_one_might_not_pay(
+    chain, monkeypatch, copies_s, priced
+):
+    """A program has many candidates, and each price needs a program of its own."""
+    program, (_, a, _, c, _) = chain
+    seen = []
+
+    def seconds(program, device, within=None):
+        seen.append(program)
+        return 0.0 if len(seen) == 1 else copies_s
+
+    monkeypatch.setattr(policy, "transposed_seconds", seconds)
+    costs = Cost(seconds=2.0), Cost(seconds=1.0)
+    found = [
+        Candidate("rewrite", (Ones((v,)),), before=costs[0], after=costs[1], leaves_copies=True)
+        for v in (a, c)
+    ]
+    assert taken(program, *found)[1] == (["rewrite"] * 2 if copies_s < 1 else [])
+    assert len(seen) == priced
+
+
 @pytest.mark.parametrize("turned", [True, False])
 def test_a_small_gain_counts_with_the_transposed_copies_that_go_with_it(turned):
     """A product whose result is transposed is refused for its price alone, and written turned."""

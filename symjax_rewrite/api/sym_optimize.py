@@ -21,6 +21,7 @@ from symjax_rewrite.api.decision_cache import DecisionCache
 from symjax_rewrite.api.size_plans import SizePlans, parse_dims
 from symjax_rewrite.api.tolerance import Rounding, Verified
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
+from symjax_rewrite.collector import collector_paused
 from symjax_rewrite.errors import (
     EquivalenceError,
     FrozenError,
@@ -412,6 +413,7 @@ class _Worker:
         logger.warning("kept as written: %s", error, exc_info=True)
         return f"internal error: {type(error).__name__}: {error}"
 
+    @collector_paused()
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
         """Return the decision for a program, which is made once for equal traces."""
         key = program_key(closed)
@@ -450,15 +452,18 @@ class _Worker:
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and return the report."""
-        from symjax_rewrite.optimizer import Result
-        from symjax_rewrite.reports.builder import make_report
-
         off = why_off()
-        result = self.plans and off is None and self.plans.explained(plain, args, kwargs)
-        if not result:
-            closed = plain.trace(*args, **kwargs).jaxpr
-            result = self.decide(closed) if off is None else Result(closed, stop=off)
-        return make_report(result, self.optimiser())
+        planned = self.plans and off is None and self.plans.explained(plain, args, kwargs)
+        closed = None if planned else plain.trace(*args, **kwargs).jaxpr
+        with collector_paused():
+            from symjax_rewrite.optimizer import Result
+            from symjax_rewrite.reports.builder import make_report
+
+            if closed is None:
+                result = planned
+            else:
+                result = self.decide(closed) if off is None else Result(closed, stop=off)
+            return make_report(result, self.optimiser())
 
 
 def unsupported(closed: jax_internals.ClosedJaxpr, sharded: bool = False) -> str | None:

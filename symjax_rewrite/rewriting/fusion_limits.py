@@ -93,10 +93,17 @@ class Fused:
     def __init__(self, program: Program, device: Device, facts: FusionFacts) -> None:
         self.program, self.device, self.facts = program, device, facts
         self.makers = makers_of(program.equations)
+        self._chains: dict[int, Chain] = {}
 
     @functools.cached_property
     def users(self) -> dict[int, list[Equation]]:
         return users_of(self.program.equations)
+
+    def chain(self, x: int) -> Chain:
+        """Return the operations that compute a value from smaller ones."""
+        if x not in self._chains:
+            self._chains[x] = _chain(x, self)
+        return self._chains[x]
 
     def pays(self, before_s: float, after_s: float) -> bool:
         """Return True if a form is predicted enough faster."""
@@ -120,7 +127,6 @@ class Chain:
 
 
 def _chain(x: int, r: Fused) -> Chain:
-    """Return the operations that compute a value from smaller ones."""
     avals, makers, users = r.program.avals, r.makers, r.users
     shape = avals[x].shape
     found, size, seen, stack = Chain(shape[-1] if shape else 1), math.prod(shape), {x}, [x]
@@ -158,7 +164,7 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     facts, makers, users = r.facts, r.makers, r.users
     products: dict[int, Candidate] = {}
     for e in found:
-        chain = _chain(e.reads[0], r)
+        chain = r.chain(e.reads[0])
         if chain.steps < 2 or not chain.spread:
             continue
         if chain.computed and not _is_along_rows(e, chain.width):
@@ -185,7 +191,7 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
     """Yield reductions of computed rows that a product of matrices reads: max |x - y| @ W."""
     facts, device = r.facts, r.device
     for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]:
-        chain = _chain(e.reads[0], r)
+        chain = r.chain(e.reads[0])
         long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
         if not (long and chain.computed and chain.spread):
             continue
@@ -218,8 +224,10 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
         rows = _weighted_rows(e, r) if e.name in ("dot_general", "reduce_sum") else None
         if rows is None or r.program.avals[rows].size < facts.least_elements:
             continue
-        chain = _chain(rows, r)
-        if len(r.users[rows]) > 1 or not (chain.steps and chain.computed and chain.spread):
+        if len(r.users[rows]) > 1:
+            continue
+        chain = r.chain(rows)
+        if not (chain.steps and chain.computed and chain.spread):
             continue
         size, width = r.program.avals[rows].size, chain.width
         if width < facts.long_row:
