@@ -2,7 +2,8 @@
 
 A mask is a comparison of index numbers: `j <= i`, `i - j < w`, `j < length[b]`. Where the condition
 fails, the tile holds its fill. A fold that knows the range skips whole tiles. All regions here are
-upper bounds: an expression that is not understood gives no bound.
+upper bounds: an expression that is not understood gives no bound. Sides that are not linear in the
+index numbers are evaluated (`index_numbers.py`).
 
 A fill of -inf has weight zero. The weight of a finite fill depends on the scores: beside the row's
 maximum it is zero, but a row whose keys are all masked is the mean over all keys. `Band.floor` is
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.index_numbers import ZERO, IndexNumbers, diagonals, numbers
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 
 SCAN_LIMIT = 1 << 28  # limit on elements of a constant that is read
@@ -69,12 +70,14 @@ class Known(NamedTuple):
 
     length: its number, if it holds one integer per batch element. pairs: the array of an operand
     over rows and columns that is a constant of the program. lane: its number, if it holds one
-    number per row, or one per column.
+    number per row, or one per column. numbers: these, if they are integers and a constant
+    of the program.
     """
 
     length: int | None = None
     pairs: Any = None
     lane: int | None = None
+    numbers: IndexNumbers | None = None
 
 
 Linear = dict[Any, int]  # coefficients of the row, the column, 1 and operands, by their number
@@ -227,16 +230,30 @@ class _Reader:
         if name == "ne":
             return EVERYWHERE
         if name == "eq":
-            return self._compared("le", a, b).meet(self._compared("ge", a, b))
+            both = self._compared("le", a, b).meet(self._compared("ge", a, b))
+            return self._evaluated(name, a, b, False) if both == EVERYWHERE else both
         if name in ("ge", "gt"):
             a, b, name = b, a, "le" if name == "ge" else "lt"
         kind, data, args, _ = self.steps[a]
         is_abs = kind == "apply" and data[0] == MAP and data[1][0] == "abs"
-        left, right = self.linear(args[0] if is_abs else a), self.linear(b)
+        a = args[0] if is_abs else a
+        left, right = self.linear(a), self.linear(b)
         if left is None or right is None:
-            return EVERYWHERE
+            return self._evaluated(name, a, b, is_abs)
         sides = (left, {k: -c for k, c in left.items()}) if is_abs else (left,)
         return _meet(self._below(_plus(side, right, -1), name == "lt") for side in sides)
+
+    def _evaluated(self, name: str, a: int, b: int, is_abs: bool) -> MaskRegion:
+        """Return the region where a comparison of integers holds, of `abs(a)` if `is_abs`."""
+        stored = [k.numbers for k in self.known]
+        x, y = (numbers(self.steps, step, stored, self.rows, self.cols) for step in (a, b))
+        if x is None or y is None:
+            return EVERYWHERE
+        found = []
+        for sign in (1, -1) if is_abs else (1,):  # what is of rows on the left, of columns right
+            sides = sign * x.of_row - y.of_row, y.of_column - sign * x.of_column
+            found.append(MaskRegion(*diagonals(name, *sides, self.rows, self.cols)))
+        return _meet(found)
 
     def _below(self, e: Linear, strictly: bool) -> MaskRegion:
         """Return the region where `e <= 0`, or `e < 0`."""
@@ -355,12 +372,15 @@ def known_operand(
     own = set(axes) - set(batch)
     if not own:
         return Known(length=number)
-    if len(own) == 1:
-        return Known(lane=number)
     value = t.program.consts.get(t.leaf_value.get(cls, -1))
-    if len(axes) != 2 or own != set(axes) or value is None or value.size > SCAN_LIMIT:
+    known = own == {*axes} and value is not None and value.size <= SCAN_LIMIT
+    array = np.asarray(value) if known and getattr(value, "is_fully_addressable", True) else None
+    if len(own) == 1:
+        line = None
+        if array is not None and array.ndim == 1 and dtype_kind(str(array.dtype)) in "iub":
+            line = IndexNumbers(array, ZERO) if axes == ("m",) else IndexNumbers(ZERO, array)
+            line = line if axes[0] in ("m", "n") else None
+        return Known(lane=number, numbers=line)
+    if array is None or array.ndim != 2:
         return Known()
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return Known()
-    array = np.asarray(value)
-    return Known(pairs=array if axes == ("m", "n") else array.T) if array.ndim == 2 else Known()
+    return Known(pairs=array if axes == ("m", "n") else array.T)

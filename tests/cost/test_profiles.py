@@ -100,6 +100,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "STEEPEST": NUMERICS,
         "NOISE": NUMERICS,
     },
+    "kernel_selection.index_numbers": {
+        "MOST": SEARCH,
+        "LARGEST": EXACT,
+        "LEAST_CORNER": SHAPE,
+    },
     "kernel_selection.mask_bounds": {"SCAN_LIMIT": SEARCH, "LOW": NUMERICS, "INTEGERS": EXACT},
     "kernel_selection.norms.epilogue": {"MAX_INSIDE": SEARCH},
     "kernel_selection.norms.normalized_operand": dict.fromkeys(

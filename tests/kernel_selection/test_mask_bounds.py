@@ -30,6 +30,8 @@ T = 64
 LEAST = float(np.finfo(np.float32).min)
 TRIL = np.tril(np.ones((T, T), bool))
 NONE = Band()
+CHUNKS = np.arange(T) // 8
+EARLIER = Band(None, -1, floor=-1e9)
 INF = jnp.inf
 CAUSAL_LEAST = Band(None, 0, floor=LEAST)
 
@@ -89,6 +91,25 @@ MASKS = {
         lambda s: jnp.where(row() >= col(), s + 0.1 * jnp.arange(T, dtype=jnp.float32), LEAST),
         CAUSAL_LEAST,
     ),
+    # functions of the row and of the column
+    "chunks": (lambda s: jnp.where(row() // 8 == col() // 8, s, -INF), Band(-7, 7)),
+    "shifted": (lambda s: jnp.where(row() >> 3 == col() >> 3, s, -INF), Band(-7, 7)),
+    "causal in chunks": (
+        lambda s: jnp.where((row() // 8 == col() // 8) & (row() >= col()), s, LEAST),
+        Band(-7, 0, floor=LEAST),
+    ),
+    "causal by chunks": (lambda s: jnp.where(row() // 8 >= col() // 8, s, -INF), Band(None, 7)),
+    "earlier chunks": (lambda s: jnp.where(col() // 8 < row() // 8, s, -1e9), EARLIER),
+    "next chunks": (lambda s: jnp.where(abs(row() // 8 - col() // 8) < 2, s, -INF), Band(-15, 15)),
+    "this chunk and the last": (
+        lambda s: jnp.where(
+            (row() // 8 - col() // 8 <= 1) & (row() // 8 - col() // 8 >= 0), s, -INF
+        ),
+        Band(-15, 7),
+    ),
+    "first chunks": (lambda s: jnp.where(col() // 8 < 2, s, -INF), Band(None, 15)),
+    "chunks made before": (lambda s: jnp.where(CHUNKS[:, None] == CHUNKS, s, -INF), Band(-7, 7)),
+    "a class each": (lambda s: jnp.where(row() % 8 == col() % 8, s, -INF), NONE),
     # numbers like any other, and masks that are no range
     "-1e2": (lambda s: jnp.where(row() >= col(), s, -1e2), NONE),
     "added least": (lambda s: s + jnp.where(row() >= col(), 0, LEAST), NONE),
