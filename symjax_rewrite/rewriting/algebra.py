@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Stopped, Terms
 from symjax_rewrite.candidates import Crossover as FoundCrossover
@@ -51,7 +51,29 @@ class Algebra:
                 yield from _found(context, terms, region, solution)
 
 
-def saved_by_rules(
+def giving_way_to_rules(
+    found: Sequence[Found], program: Program, context: Context
+) -> Iterator[Found]:
+    """Yield what a pass found, but refusals of candidates where the rules save as much as they do.
+
+    What the rules save in a region is compared with what all candidates in it save. The rules run
+    later.
+    """
+    priced = [f for f in found if isinstance(f, Candidate) and f.saved_s > 0]
+    made = {id(f): {v for p in f.parts for v in p.gives} | f.hidden for f in priced}
+    refused: set[int] = set()
+    for values, saved_s in _saved_by_rules(program, context, set().union(*made.values())):
+        inside = [f for f in priced if values & made[id(f)]]
+        if saved_s >= sum(f.saved_s for f in inside):
+            refused.update(map(id, inside))
+    reason = Obstacle.CONFLICT("the rules save as much")
+    for f in found:
+        if id(f) in refused and isinstance(f, Candidate):
+            f = Refusal(f.name, reason, f.where, f.count, f.ratio)
+        yield f
+
+
+def _saved_by_rules(
     program: Program, context: Context, values: set[int]
 ) -> Iterator[tuple[set[int], float]]:
     """Yield, by region that computes some of the values, these and the seconds saved there."""

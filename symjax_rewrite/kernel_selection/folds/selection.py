@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
+from symjax_rewrite.candidates import Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError, choice
@@ -51,7 +51,7 @@ from symjax_rewrite.kernel_selection.kernel_candidate import (
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.scan import SCANS
-from symjax_rewrite.rewriting.algebra import saved_by_rules
+from symjax_rewrite.rewriting.algebra import giving_way_to_rules
 from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import ratio_of
 
@@ -82,26 +82,7 @@ class Folds:
         terms = context.terms(program)
         found = _FoldSelection(context, terms).found(terms.t, terms.need)
         compared = kernels == "auto" and not terms.t.dim_env
-        yield from self._or_rules(found, program, context) if compared else found
-
-    def _or_rules(self, found: list[Found], program: Program, context: Context) -> Iterator[Found]:
-        """Yield what was found, but refusals of folds where the rules save as much as they do.
-
-        What the rules save in a region is compared with what all folds in it save. The rules run
-        later, and folds once more after them.
-        """
-        folds = [f for f in found if isinstance(f, Candidate) and f.saved_s > 0]
-        made = {id(f): {v for p in f.parts for v in p.gives} | f.hidden for f in folds}
-        refused: set[int] = set()
-        for values, saved_s in saved_by_rules(program, context, set().union(*made.values())):
-            inside = [f for f in folds if values & made[id(f)]]
-            if saved_s >= sum(f.saved_s for f in inside):
-                refused.update(map(id, inside))
-        reason = Obstacle.CONFLICT("the rules save as much")
-        for f in found:
-            if id(f) in refused and isinstance(f, Candidate):
-                f = Refusal(self.name, reason, f.where, f.count, f.ratio)
-            yield f
+        yield from giving_way_to_rules(found, program, context) if compared else found
 
 
 def taken_folds(program: Program, context: Context) -> Iterator[tuple[FoldRoute, Proposal]]:

@@ -48,6 +48,7 @@ from symjax_rewrite.kernel_selection.folds.slices import narrowed
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
 from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.rewriting.algebra import giving_way_to_rules
 from symjax_rewrite.text_tables import too_slow
 
 MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
@@ -301,6 +302,11 @@ class SparseReductions:
     name = "sparse"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        found = [*self._found(program, context)]
+        compared = context.options.kernels == "auto"
+        yield from giving_way_to_rules(found, program, context) if compared else found
+
+    def _found(self, program: Program, context: Context) -> Iterator[Found]:
         kernels, auto = context.options.kernels, context.options.kernels == "auto"
         if kernels == "off" or not context.reorders():
             return

@@ -176,3 +176,28 @@ def test_small_sparse_gradients_stay():
         for r in sym_optimize(jax.grad(LOSSES["top-k"], (0, 1)), device="cpu").explain(X, Y).routes
         if r.taken
     ]
+
+
+def bag(ids, w, table):
+    """A weighted sum of rows of a table, by one-hot rows."""
+    return (jax.nn.one_hot(ids, len(table)) * w[..., None]).sum(1) @ table
+
+
+def label_scores(ids, w, table):
+    return (jax.nn.one_hot(ids[:, 0], len(table)) * (w @ table[:, :16].T)).sum(-1)
+
+
+@pytest.mark.parametrize("fun", [bag, label_scores])
+def test_one_hot_rows_are_gathered_by_the_rules(fun):
+    """Sums over their places would multiply all columns; the rules read a row for each label."""
+    specs = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((256, 16), "int32"),
+            ((256, 16), "float32"),
+            ((20_000, 64), "float32"),
+        )
+    ]
+    report = sym_optimize(fun, device="cpu").explain(*specs)
+    assert "one_hot" in [use.name for use in report.rules]
+    assert not any(route.taken for route in report.routes if route.name == "sparse")
