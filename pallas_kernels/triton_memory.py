@@ -62,13 +62,13 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
         in_loop = spec.col in spec.operands[k].axes or (k in contracted and spec.width(k) > WIDE)
         total += size(k) * (buffers(blocks.stages, gpu) if in_loop else k in contracted)
     for c in spec.contractions:  # a converted operand is written once more
-        wide = jnp.promote_types(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
+        wide = jax_internals.joint_dtype(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
         total += sum(size(k, wide) for k in (c.row, c.col) if spec.operands[k].dtype != wide)
     products = _products(spec)
     moved = {p for p in products if not _stays_in_registers(blocks, width(p[0]), gpu)}
     brief = [4 * blocks.rows * blocks.warps] if moved or not products else [0]  # sums across warps
     for k, tile in products:
-        wide = jnp.promote_types(tile, spec.operands[k].dtype)
+        wide = jax_internals.joint_dtype(tile, spec.operands[k].dtype)
         total += size(k, wide) if spec.operands[k].dtype != wide else 0
     for _, tile in moved:  # not live together, but for operands of tensor memory
         tile_bytes = blocks.rows * max(blocks.cols * _itemsize(tile), SWIZZLED)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
@@ -31,6 +32,22 @@ Atom = Any  # Var | Literal
 Tracer = _core.Tracer
 _STAGED = _core.DebugInfo("symjax_rewrite", "a part of a program", None, None)
 jaxpr_as_fun = _core.jaxpr_as_fun  # the arguments decide the weak types of results
+
+
+def joint_dtype(*dtypes: Any) -> np.dtype:
+    """Return a dtype that holds the values of all, also of those that JAX promotes to nothing."""
+    joint = {np.dtype(d) for d in dtypes}
+    if len(joint) > 1:
+        joint = {_promotable(d) for d in joint}
+    return functools.reduce(jnp.promote_types, joint)
+
+
+def _promotable(dtype: np.dtype) -> np.dtype:
+    """Return a dtype that JAX promotes and that holds the values of a narrow one (fp8, int4)."""
+    bits = jax.dtypes.itemsize_bits(dtype)
+    if bits < 16 and jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(jnp.bfloat16)
+    return np.dtype(np.int8) if bits < 8 and jnp.issubdtype(dtype, jnp.integer) else dtype
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:

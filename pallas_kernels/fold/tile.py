@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
@@ -135,7 +136,7 @@ def accumulator(dtype: Any) -> jnp.dtype:
     if dtype == jnp.bool_:
         return jnp.dtype(jnp.int32)
     if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.promote_types(dtype, jnp.float32)
+        return jax_internals.joint_dtype(dtype, jnp.float32)
     return dtype
 
 
@@ -157,7 +158,7 @@ def _dtypes_of(spec: FoldSpec, output: Output) -> list[Any]:
         case KeyedSums():
             return [total]
     weights = [None if t.weights is None else spec.operands[t.weights].dtype for t in output.terms]
-    sums = [total if w is None else jnp.promote_types(total, w) for w in weights]
+    sums = [total if w is None else jax_internals.joint_dtype(total, w) for w in weights]
     return [total] * isinstance(output, ExpSums) + sums
 
 
@@ -200,7 +201,7 @@ def _measure(
         tile_axes = (*block.inner, spec.row, spec.col)
         sides = [(p, tile_axes), (weights, block_axes(spec, term.weights, block.inner))]
         out = (*block.inner, spec.row, *spec.features(term.weights))
-        dtype = jnp.promote_types(total, weights.dtype)
+        dtype = jax_internals.joint_dtype(total, weights.dtype)
         return _einsum(spec, sides, out, term.precision, dtype)
 
     return measure
@@ -210,7 +211,7 @@ def _multiplied(term: WeightedTerm, p: Array, weights: Array) -> tuple[Array, Ar
     """Return a tile and its weights in the dtypes of their product."""
     if term.round_to is not None:
         return p.astype(term.round_to), weights
-    weights = weights.astype(jnp.promote_types(accumulator(p.dtype), weights.dtype))
+    weights = weights.astype(jax_internals.joint_dtype(accumulator(p.dtype), weights.dtype))
     return p.astype(weights.dtype), weights
 
 
@@ -236,7 +237,7 @@ def _column_sum(
         weights = jnp.where(new[:, 0], weights, jnp.zeros((), weights.dtype))
     sides = [(lax.optimization_barrier(weights), turned), (p, (*block.inner, spec.row, spec.col))]
     out = (*block.inner, *features, spec.col)
-    dtype = jnp.promote_types(total, weights.dtype)
+    dtype = jax_internals.joint_dtype(total, weights.dtype)
     made_turned = lax.optimization_barrier(_einsum(spec, sides, out, term.precision, dtype))
     return jnp.moveaxis(made_turned, -1, len(block.inner))
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
@@ -214,7 +215,9 @@ class Kernel:
     def contraction(
         self, c: Contraction, refs: Sequence[Any], loaded: dict[int, Array], at: dict[str, Any]
     ) -> Array:
-        dtype = jnp.promote_types(self.spec.operands[c.row].dtype, self.spec.operands[c.col].dtype)
+        dtype = jax_internals.joint_dtype(
+            self.spec.operands[c.row].dtype, self.spec.operands[c.col].dtype
+        )
 
         def product(row: Array, col: Array) -> Array:
             row, col = row.astype(dtype), col.astype(dtype)
@@ -251,7 +254,7 @@ class Kernel:
                 p = p.astype(term.round_to)
             elif w.ndim == 2 and p.dtype == jnp.float32 and in_two_parts(self.spec, term):
                 return _dot_in_two_parts(p, w)
-            dtype = jnp.promote_types(p.dtype, w.dtype)
+            dtype = jax_internals.joint_dtype(p.dtype, w.dtype)
             if w.ndim == 1:
                 total = accumulator(dtype)
                 p = p.astype(total) * w.astype(total)[None, :]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 
@@ -127,7 +128,7 @@ class NormSpec:
     @property
     def accumulator(self) -> Any:
         """Return the dtype of every sum."""
-        return jnp.result_type(jnp.float32, *self.pairs, *self.weights)
+        return jax_internals.joint_dtype(jnp.float32, *self.pairs, *self.weights)
 
     @property
     def factor(self) -> Any:

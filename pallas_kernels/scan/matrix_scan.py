@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.profile_groups import ChunkedMatrices
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.scan.xla import walk
@@ -73,7 +74,7 @@ class MatrixScan:
     @property
     def state_dtype(self) -> jnp.dtype:
         """Return the dtype of the states: the operands', at least f32."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return jax_internals.joint_dtype(self.dtype, jnp.float32)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the operands in order, with their shapes."""
@@ -267,7 +268,7 @@ def _whole(x: Array, spec: MatrixScan, count: int, size: int, fill: float) -> Ar
 
 
 def _dot(x: Array, y: Array) -> Array:
-    dtype = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
+    dtype = jax_internals.joint_dtype(jax_internals.joint_dtype(x.dtype, y.dtype), jnp.float32)
     return jnp.matmul(x, y.astype(x.dtype), preferred_element_type=dtype)
 
 

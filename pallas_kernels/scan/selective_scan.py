@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, Values
@@ -77,7 +78,7 @@ class SelectiveScan:
     @property
     def dtype(self) -> str:
         """Return the dtype of the states."""
-        return str(jnp.result_type("float32", *self.dtypes))
+        return str(jax_internals.joint_dtype("float32", *self.dtypes))
 
     def reads(self, *parts: str) -> tuple[int, ...]:
         """Return the numbers of those named operands that are present."""

@@ -155,7 +155,7 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
 
 def _promoted(operands: list[Operand], dtype: str) -> list[Operand]:
     """Return the operands in one dtype that represents all of them and the result exactly."""
-    common = functools.reduce(jnp.promote_types, [o[0].dtype for o in operands], np.dtype(dtype))
+    common = jax_internals.joint_dtype(dtype, *(data.dtype for data, _ in operands))
     return [(lax.convert_element_type(data, common), labels) for data, labels in operands]
 
 
@@ -382,7 +382,7 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     if mode == "fill" and any(sizes[i] == 0 for i in window):
         order = tuple(range(node.out))  # no index value is in range
         return lax.full(sizes[: node.out], fill[0], np.dtype(dtype)), order
-    common = functools.reduce(jnp.promote_types, [x.dtype for x, _ in values])
+    common = jax_internals.joint_dtype(*(x.dtype for x, _ in values))
     if common.itemsize < 4:  # the dtype may be too small for the sizes
         common = np.dtype(np.int32)
     if over or mode == "fill":

@@ -178,7 +178,13 @@ def _convert(s: Site) -> Ref:
     if node.op == op.CONST:
         value = np.asarray(node.attr[0]).astype(s.dtype[0]).item()
         return constant(s.g, value, s.dtype[0])
+    require(not quantizes(s.dtype[0]))
     return s.add(op.MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (refs[0],))
+
+
+def quantizes(dtype: str) -> bool:
+    """Return True where a cast to a dtype is a quantisation: its error is no rounding to drop."""
+    return dtype_kind(dtype) == "f" and jnp.finfo(dtype).bits < 16
 
 
 def _delta(s: Site, like: Ref, dtype: str) -> Ref:

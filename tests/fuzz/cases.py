@@ -7,7 +7,7 @@ import random
 
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import TRANSFORMS, Mode
-from tests.fuzz.edges import far_products, low_rank_readout
+from tests.fuzz.edges import far_products, low_rank_readout, quantised
 from tests.fuzz.grammar import SIMPLE, program
 from tests.fuzz.programs import Program
 
@@ -23,6 +23,7 @@ SWARM_PERCENT = 2  # of each, drawn apart, so that the other seeds stay the prog
 SWARMS = {
     "solves": (low_rank_readout, low_rank_readout, *SIMPLE),
     "centred": (far_products, far_products, *SIMPLE),
+    "quantised": (quantised, quantised, *SIMPLE),
 }
 
 

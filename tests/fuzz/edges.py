@@ -88,6 +88,23 @@ def low_rank_readout(b: Builder) -> int:
     return b.step(b.r.choice(read), z, u, y)
 
 
+def quantised(b: Builder) -> int:
+    """Values cast to 8 bits before and after what a kernel computes."""
+    n, m, d, o = b.size() + 1, b.size() + 1, b.size(), b.size()
+    x, y, w = b.new((n, d), "float32"), b.new((m, d), "float32"), b.new((m, o), "float32")
+    q = f"astype(jnp.{b.r.choice(('float8_e4m3fn', 'float8_e5m2'))})"
+    form = (
+        "jax.nn.softmax({0} @ {1}.T).Q.astype({2}.dtype) @ {2}",
+        "jax.nn.softmax(({0} @ {1}.T).Q.astype({0}.dtype)) @ {2}",
+        "jax.nn.softmax({0} @ {1}.Q.astype({0}.dtype).T) @ {2}.Q.astype({0}.dtype)",
+        "jnp.dot({0}.Q, {1}.T.Q, preferred_element_type=jnp.float32) @ {2}",
+        "jnp.sum((({0}[:, None] - {1}[None]) ** 2).Q.astype({0}.dtype), 1)",
+        "({0} / jnp.sqrt(jnp.mean({0} ** 2, 1, keepdims=True) + 1e-5)).Q.astype({0}.dtype) @ {1}.T",
+        "{0} - {0}.Q.astype({0}.dtype)", "jnp.sum(({0} @ {1}.T).Q.astype({0}.dtype), 1)",
+    )  # fmt: skip
+    return b.step(b.r.choice(form).replace("Q", q), x, y, w)
+
+
 def many_classes(b: Builder) -> int:
     """More classes or places than the dtype of the labels can tell apart."""
     i = b.new((b.size(),), b.r.choice(("int8", "uint8")), "wide")

@@ -175,7 +175,7 @@ class FoldRoute:
         elif addend.kind == "count":
             dtype = emitter.t.graph.classes[served.reduction.cls].dtype
             sizes = [self.spec.size[a] for a in served.lead]
-            data, top = jnp.ones(sizes, np.promote_types(dtype, np.float32)), None
+            data, top = jnp.ones(sizes, jax_internals.joint_dtype(dtype, np.float32)), None
         else:
             data = results[place[0]][place[1]]
             top = None if shift is None else results[shift[0]][shift[1]]

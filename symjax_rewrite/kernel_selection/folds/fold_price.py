@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
+from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
@@ -441,7 +440,7 @@ def gpu_kernels(route: FoldRoute, device: Device) -> list[GpuKernel]:
 
 def promote(one: str, other: str) -> str:
     """Return the dtype in which operands of two dtypes are multiplied."""
-    return str(jnp.promote_types(one, other))
+    return str(jax_internals.joint_dtype(one, other))
 
 
 def _product_seconds(spec: FoldSpec, device: Device, pairs: int) -> float:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from symjax_rewrite import jax_internals
+
 
 def ranks(x: Any) -> Any:
     """Return an integer for each value, larger where it sorts earlier.
@@ -22,7 +24,7 @@ def ranks(x: Any) -> Any:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return ~x
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(jax_internals.joint_dtype(x.dtype, jnp.float32))
     integer = np.dtype(f"int{8 * x.dtype.itemsize}")
     x = jnp.where(x == 0, jnp.zeros_like(x), x)  # +0 and -0 are equal
     order = _turned(jax.lax.bitcast_convert_type(x, integer))
@@ -33,7 +35,7 @@ def unranked(r: Any, dtype: np.dtype) -> Any:
     """Return the values whose ranks are given (inverse of `ranks`)."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return (~r).astype(dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = jax_internals.joint_dtype(dtype, jnp.float32)
     return jax.lax.bitcast_convert_type(_turned(~r), wide).astype(dtype)
 
 

@@ -90,7 +90,8 @@ class SparseSum:
         size, lead = self.columns.builder.sizes, self.columns.names
         dtype = np.dtype(self.dtype)
         made, place = self.columns.steps(emitter)
-        wide = jnp.promote_types(dtype, np.float32) if dtype_kind(str(dtype)) == "f" else dtype
+        is_float = dtype_kind(str(dtype)) == "f"
+        wide = jax_internals.joint_dtype(dtype, np.float32) if is_float else dtype
         total: Any = jnp.ones((), wide)
         for root in self.roots:
             total = total * made[root]

@@ -78,7 +78,7 @@ class TileBuilder(StepProgram):
         if len(made) == 1:
             return made[0]
         dtypes = [np.dtype(self.steps[s].dtype) for s in made]
-        return self._times(None, made, self._held(str(jnp.result_type(*dtypes))))
+        return self._times(None, made, self._held(str(jax_internals.joint_dtype(*dtypes))))
 
     def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
         """Return the product of factors, where a unit matrix selects the diagonal.

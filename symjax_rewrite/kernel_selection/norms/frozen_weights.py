@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
@@ -87,7 +88,7 @@ class FrozenRoute:
         weights, biases = [], []
         for p in self.products:
             raw = weight_of(emitter, p.normed)
-            total = jnp.promote_types(raw.dtype, jnp.float32)
+            total = jax_internals.joint_dtype(raw.dtype, jnp.float32)
             plain = m.gain == (Column(1.0, ()),)
             folded = raw if plain else (raw.astype(total) * gain.astype(total)[:, None])
             weights.append(folded.astype(raw.dtype))
@@ -109,7 +110,7 @@ def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:
     """Return (x + Σ rows)·Π scale: the operand without γ and β."""
     slots = tuple(range(len(sizes)))
     over = lambda r: read_over(emitter, r, order, sizes)  # noqa: E731
-    total = jnp.promote_types(emitter.t.graph.classes[m.x.cls].dtype, jnp.float32)
+    total = jax_internals.joint_dtype(emitter.t.graph.classes[m.x.cls].dtype, jnp.float32)
     value = over(Ref(m.x.cls, slots)).astype(total)
     for s in m.shifts:
         rest = m.added_rows(s)

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
@@ -156,7 +157,8 @@ def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: An
         value: Any = None
         for ref in refs:
             array = read_over(emitter, ref, across, sizes).reshape(-1)
-            array = array if single else array.astype(jnp.promote_types(array.dtype, jnp.float32))
+            wide = jax_internals.joint_dtype(array.dtype, jnp.float32)
+            array = array if single else array.astype(wide)
             value = array if value is None else value * array
         if value is None:
             value = jnp.ones(math.prod(sizes[s] for s in across), jnp.float32)

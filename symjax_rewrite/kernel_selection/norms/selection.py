@@ -425,7 +425,7 @@ class _NormBuilder:
         dtypes = [classes[f.cls].dtype for c in terms for f in c.columns]
         if len(terms) == 1 and terms[0].coefficient == 1 and len(dtypes) == 1:
             return dtypes[0]
-        return str(jnp.result_type(jnp.float32, *dtypes))
+        return str(jax_internals.joint_dtype(jnp.float32, *dtypes))
 
 
 def _left(sides: tuple[str, ...], centred: bool) -> Any:

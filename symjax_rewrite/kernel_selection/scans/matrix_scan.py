@@ -76,7 +76,7 @@ class _MatrixRun:
     def last_state(self) -> Any:
         """Add the values read by queries to the steps; return the last state."""
         s, loop = self.state, self.values.loop
-        wide = jnp.promote_types(self.inner.dtype, jnp.float32)
+        wide = jax_internals.joint_dtype(self.inner.dtype, jnp.float32)
         k = self._rows(s.key, s.keys, wide)
         v = s.added * self._rows(s.value, s.values, wide)
         given = [] if s.kind == "none" else [self._decay(wide)]
@@ -194,7 +194,7 @@ class _MatrixRun:
 def spec_of(loop: Loop, s: MatrixState, query: Query, is_last: bool) -> MatrixScan:
     """Return the kernel's specification for one query."""
     carry = loop.carries[s.carry]
-    dtype = jnp.promote_types(loop.body.avals[carry.inner].dtype, jnp.float32)
+    dtype = jax_internals.joint_dtype(loop.body.avals[carry.inner].dtype, jnp.float32)
     return MatrixScan(
         batch=tuple(s.sizes[i] for i in s.batch),
         length=loop.length,

@@ -1,0 +1,74 @@
+"""A kernel keeps what a program loses by a cast to 8 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.jax_internals import joint_dtype
+
+FP8, FP8_GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def quantised(x):
+    return x.astype(FP8).astype(x.dtype)
+
+
+def attention(q, k, v):
+    return quantised(jax.nn.softmax(q @ k.T)) @ v
+
+
+def norm(q, k, v):
+    return quantised(q * jax.lax.rsqrt((q * q).mean(-1, keepdims=True) + 1e-6)) @ v[: q.shape[1]]
+
+
+def product(q, k, v):
+    """A product whose operands have 8 bits, and its result 32."""
+    p = jax.nn.softmax(q @ k.T)
+    return jnp.dot(p.astype(FP8), v.astype(FP8), preferred_element_type=jnp.float32)
+
+
+def cached(q, k, v):
+    """Attention to keys and values that a cache holds in 8 bits."""
+    return jax.nn.softmax(q @ k.astype(q.dtype).T) @ v.astype(q.dtype)
+
+
+def drawn(*dtypes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal((24, 8)), jnp.float32).astype(d) for d in dtypes]
+
+
+@jax.jit
+def both(q, k, v, cache):
+    programs = (attention, norm, product)
+    ours = [sym_optimize(f, kernels="always", on_unsupported="error") for f in (*programs, cached)]
+    run = lambda fs: ([f(q, k, v) for f in fs[:-1]], fs[-1](q, *cache))  # noqa: E731
+    return run([*programs, cached]), run(ours)
+
+
+def test_kernels_keep_what_a_program_quantises():
+    q, k, v, *cache = drawn(*["float32"] * 3, FP8, FP8_GRADIENT)
+    written, ours = both(q, k, v, cache)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5), written, ours)
+
+
+def test_attention_to_a_cache_in_8_bits_is_a_fold():
+    report = sym_optimize(cached, kernels="always").explain(*drawn("float32", FP8, FP8_GRADIENT))
+    assert any(r.taken and r.name == "fold" for r in report.routes)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "joint"),
+    [
+        ((FP8, "float32"), "float32"),
+        ((FP8, FP8_GRADIENT), "bfloat16"),
+        ((FP8, FP8), FP8),
+        ((FP8, "float16"), "float32"),
+        (("int4", "float32"), "float32"),
+        (("uint4", "int8"), "int8"),
+        (("bfloat16", "float16"), "float32"),
+    ],
+)
+def test_joint_dtypes_hold_the_values_of_all(dtypes, joint):
+    assert joint_dtype(*dtypes) == jnp.dtype(joint)
