@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
@@ -23,6 +24,7 @@ from symjax_rewrite.ir.term import Node
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
+CALLED = frozenset({op.CONTRACT, op.REDUCE})
 HALF = ("bfloat16", "float16")  # a step of float32 is several of their steps
 
 
@@ -86,7 +88,8 @@ class Facts(NamedTuple):
 
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
-    traffic, for fresh memory, if its value is written.
+    traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
+    of the library computes. function: name of its function, or "".
     """
 
     node: Node
@@ -99,6 +102,8 @@ class Facts(NamedTuple):
     peak: float
     packing: float
     pages: float
+    is_called: bool
+    function: str
 
 
 class CostModel:
@@ -117,6 +122,7 @@ class CostModel:
     ) -> None:
         self.device, self.at, self.computed, self.inlined = device, at, computed, inlined
         self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
+        self.has_calls = device.fusions is not None
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
         self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
 
@@ -284,9 +290,13 @@ class CostModel:
         args = args if len(args) < 2 else tuple(dict.fromkeys(args))
         is_kernel = flops is not None or kind == op.CUMSUM
         pages = self.device.page_seconds(written)
+        is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
+        is_called = is_called and c.dtype == "float32"
+        function = node.attr[0] if kind == op.MAP else ""
         found = Facts(
-            node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages
-        )
+            node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
+            is_called, function,
+        )  # fmt: skip
         self._facts[id(node)] = found
         return found
 
@@ -312,14 +322,20 @@ class CostModel:
 
         The third is the seconds of fresh memory. An elementwise kernel needs none where XLA writes
         its result over an operand: an array of its size that the program has computed. A product
-        needs more where it reads a value that would else be inlined.
+        needs more where it reads a value that would else be inlined, and so does a reduction by the
+        library of what it cannot compute.
         """
         read: dict[tuple[int, bool], float] = {}
+        called: dict[int, int] = {}  # what calls compute, with what is stored where they cannot
+        stored: set[int] = set()
         work = fresh_s = 0.0
         stack = [root]  # an unwritten class has one reader, so this is a tree
         for cls in stack:
             f = facts[cls]
             work += f.work
+            if cls in called and f.function:
+                inner = [facts[a].function for a in f.args]
+                stored.update(() if is_known(f.function, inner) else (called[cls],))
             for arg in f.args:
                 below = facts[arg]
                 if below.node.op == op.CONST:
@@ -335,6 +351,10 @@ class CostModel:
                     read[arg, f.node.op == op.SLICE] = size
                 else:
                     stack.append(arg)
+                    if f.is_called or cls in called:
+                        whole = called.get(cls, arg)
+                        is_part = f.is_called or below.bytes < facts[whole].bytes
+                        called[arg] = arg if is_part else whole
         made, flops = facts[root].bytes, facts[root].flops
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
             return max(sum(read.values()) - made, 0.0), work, 0.0
@@ -342,7 +362,9 @@ class CostModel:
         computed = (c for c in apart if c in self.computed or not facts[c].is_free)
         in_place = flops is None and any(facts[c].bytes == made for c in computed)
         fresh_s += 0.0 if in_place else facts[root].pages
-        return made + sum(read.values()), work, fresh_s
+        fresh_s += sum([facts[c].pages for c in stored])
+        moved = sum(read.values()) + sum([2 * facts[c].bytes for c in stored])
+        return made + moved, work, fresh_s
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

@@ -8,7 +8,7 @@ then writes what they reduce. With as many rows as columns it reduces again for 
 fused with a reader also for a square right operand, and takes up to 100 times as long (until jaxlib
 0.12). A product of rows and a vector stores the rows, a sum of products does not; but until jaxlib
 0.11 XLA makes a product of that. Until then it also sorts whole rows where a part of a top-k is
-read (experiments/orientation).
+read (experiments/orientation). A call computes an extremum; it reads a selection from memory.
 
 A rounding to the precision that the values have changes no value and is not fused; a barrier keeps
 a top-k one operation.
@@ -20,7 +20,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from symjax_rewrite.cost.equation_cost import (
     sorting_seconds,
     work_seconds,
 )
+from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import cone, makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -47,6 +48,7 @@ from symjax_rewrite.rewriting.equation_forms import (
     unstored_bytes,
 )
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
+from symjax_rewrite.rewriting.selected_extrema import extremum_of
 
 RULE = (STORED, LOCALITY)
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
@@ -77,7 +79,9 @@ class FusionLimits:
             yield from weighted.values()
         if found:
             yield from _reductions(found, r)
-            yield from _reduced_in_products([e for e in found if e not in weighted], r)
+            apart = [e for e in found if e not in weighted]
+            yield from _reduced_in_products(apart, r)
+            yield from _sums_of_selections(apart, r)
             if context.reorders():
                 yield from _short_sums(found, r)
         if facts.sorts_parts:
@@ -117,13 +121,16 @@ class Chain:
     steps: operations on arrays of the size of the operand, up to those that XLA stores since
     several equations read them. width: of the shortest innermost rows of these arrays. spread:
     smaller values that are repeated to that size. computed: True if no array of that size is read
-    from memory.
+    from memory. selected: selections that are extrema. fused: False if the library lacks another
+    operation, so that XLA stores what the reduction reads.
     """
 
     width: int
     steps: int = 0
     spread: set[int] = field(default_factory=set)
     computed: bool = True
+    selected: list[Equation] = field(default_factory=list)
+    fused: bool = True
 
 
 def _chain(x: int, r: Fused) -> Chain:
@@ -143,7 +150,13 @@ def _chain(x: int, r: Fused) -> Chain:
             if maker.name in ELEMENTWISE and maker.name not in VIEWS:
                 found.steps += v not in stored
                 found.width = min([found.width, *avals[v].shape[-1:]])
-            fresh = [a for a in dict.fromkeys(maker.reads) if a not in seen]
+            reads = maker.reads
+            if extremum_of(maker, makers):
+                found.selected.append(maker)
+                reads = reads[1:]  # without the test
+            elif maker.name in ELEMENTWISE - VIEWS:
+                found.fused &= is_known(maker.name, [makers[a].name for a in reads if a in makers])
+            fresh = [a for a in dict.fromkeys(reads) if a not in seen]
             stack += fresh
             seen.update(fresh)
         elif maker is None or maker.reads:  # not an iota
@@ -193,7 +206,7 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
     for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]:
         chain = r.chain(e.reads[0])
         long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
-        if not (long and chain.computed and chain.spread):
+        if not (long and chain.computed and chain.spread and chain.fused) or chain.selected:
             continue
         readers = {u.outvals: u for u in _fused_readers(e, r.users) if u.name == "dot_general"}
         products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
@@ -229,6 +242,8 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
         chain = r.chain(rows)
         if not (chain.steps and chain.computed and chain.spread):
             continue
+        if not chain.fused:
+            continue
         size, width = r.program.avals[rows].size, chain.width
         if width < facts.long_row:
             continue
@@ -239,7 +254,30 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
             fused_s += 3 * size / device.folds.fused_steps_per_s  # of a sum of halves
         if r.pays(stored_s, fused_s):
             part = _fused_sum(e, facts.sums_are_products)
-            yield e, candidate(RULE, e.where(), part, (stored_s, fused_s))
+            made = candidate(RULE, e.where(), part, (stored_s, fused_s))
+            yield e, replace(made, parts=(part, *_extrema(chain, r)))
+
+
+def _sums_of_selections(found: list[Equation], r: Fused) -> Iterator[Candidate]:
+    """Yield the selections in sums of computed rows that are extrema, which XLA fuses."""
+    for e in found:
+        size, chain = math.prod(shape_of(e.eqn.invars[0])), _chain(e.reads[0], r)
+        computed = chain.fused and chain.computed and chain.spread
+        if not (chain.selected and computed and _is_along_rows(e, chain.width)):
+            continue
+        fused_s = _elementwise_seconds(e.reads[0], r) + r.facts.row_s * size / chain.width
+        stored_s = fused_s + r.facts.stored_s * size + r.device.page_seconds(4.0 * size)
+        if r.pays(stored_s, fused_s):
+            parts = tuple(_extrema(chain, r))
+            made = candidate(RULE, e.where(), parts[0], (stored_s, fused_s))
+            yield replace(made, parts=parts)
+
+
+def _extrema(chain: Chain, r: Fused) -> Iterator[Replacement]:
+    """Yield the selections of a chain as extrema."""
+    for e in chain.selected:
+        run = lax.max if extremum_of(e, r.makers) == "max" else lax.min
+        yield Replacement(e.outvals, e.invals[1:], run, source=e.eqn)
 
 
 def _weighted_rows(e: Equation, r: Fused) -> int | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, is_inverse_power, itemsize
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
@@ -13,12 +14,6 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements, is_elementwise
-
-# Elementwise operations that XLA's CPU compiler fuses into a product and the reduction of it.
-STREAMED = frozenset(
-    "abs convert_element_type div erf exp integer_pow log log1p logistic max min neg pow round"
-    " rsqrt sqrt square sub tanh".split()
-)
 
 
 def written_terms(
@@ -66,7 +61,7 @@ def _fuses(node: Node) -> bool:
     if is_dot(node):
         a, b = ({i for i in x.axes if i < node.out} for x in node.args)
         return len(a - b) <= 1 and len(b - a) <= 1
-    return is_elementwise(node) and (node.op != MAP or node.attr[0] in STREAMED)
+    return is_elementwise(node) and (node.op != MAP or node.attr[0] in KNOWN)
 
 
 def is_in_library(t: TermGraph, cluster: Cluster, device: Device) -> bool:
@@ -102,7 +97,7 @@ def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
     choice, mine, _, _ = written_terms(t, cluster)
     maps = {choice[c].attr[0] for c in mine if choice[c].op == MAP}
     known = all(choice[c].op in (CONTRACT, REDUCE, ADD, MAP) for c in mine)
-    return known and maps <= STREAMED
+    return known and maps <= KNOWN
 
 
 def are_short_rows(cluster: Cluster, device: Device) -> bool:
@@ -178,9 +173,8 @@ def _is_known(choice: Mapping[int, Node], c: int) -> bool:
     node = choice[c]
     if node.op != MAP:
         return True
-    name, inner = node.attr[0], [choice[a.cls] for a in node.args if a.cls in choice]
-    ends = [n.op == MAP and n.attr[0] in {"min", "max"} - {name} for n in inner]
-    return name in STREAMED and not (name in ("min", "max") and any(ends))
+    inner = [choice[a.cls] for a in node.args if a.cls in choice]
+    return is_known(node.attr[0], [n.attr[0] for n in inner if n.op == MAP])
 
 
 def _is_repeated(choice: Mapping[int, Node], c: int, loops: set[int]) -> bool:

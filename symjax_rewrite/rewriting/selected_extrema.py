@@ -1,0 +1,59 @@
+"""Selections that are extrema: `where(x >= 0, x, 0.2 * x)` is max(x, 0.2 x).
+
+XLA's library has extrema and no selections, so that it takes only the former into its calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from symjax_rewrite.ir.flat_program import Equation, Value
+
+ABOVE, BELOW = ("ge", "gt"), ("le", "lt")
+
+
+def extremum_of(e: Equation, makers: Mapping[int, Equation]) -> str:
+    """Return "max" or "min" if a selection is that of its two cases to the bit, else "".
+
+    The cases are positive multiples of one value, selected by its sign. Both are NaN where it is,
+    and the products of infinity and zeros have its sign.
+    """
+    if e.name != "select_n" or len(e.invals) != 3:
+        return ""
+    test, *cases = e.invals
+    compared = makers.get(test) if isinstance(test, int) else None
+    if compared is None or compared.name not in ABOVE + BELOW:
+        return ""
+    x, zero = compared.invals
+    above = compared.name in ABOVE
+    if _number(x, makers) == 0:
+        x, zero, above = zero, x, not above
+    slopes = [_slope(v, x, makers) for v in cases]
+    if _number(zero, makers) != 0 or not all(slopes):
+        return ""
+    where_not, where = slopes
+    return "max" if (where >= where_not) is above else "min"
+
+
+def _slope(v: Value, x: Value, makers: Mapping[int, Equation]) -> float:
+    """Return the positive number of which a value is the multiple of another, or 0."""
+    if v == x:
+        return 1.0
+    maker = makers.get(v) if isinstance(v, int) else None
+    if maker is None or maker.name != "mul" or x not in maker.reads:
+        return 0.0
+    numbers = [_number(a, makers) for a in maker.invals if a != x]
+    return numbers[0] if len(numbers) == 1 and 0 < numbers[0] < math.inf else 0.0
+
+
+def _number(v: Value, makers: Mapping[int, Equation]) -> float:
+    """Return the number that a literal, cast or repeated, is; NaN for any other value."""
+    while isinstance(v, int):
+        maker = makers.get(v)
+        if maker is None or maker.name not in ("convert_element_type", "broadcast_in_dim"):
+            return math.nan
+        v, *_ = maker.invals
+    return float(np.asarray(v.val).item()) if np.ndim(v.val) == 0 else math.nan
