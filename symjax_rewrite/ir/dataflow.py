@@ -104,6 +104,27 @@ def postorder(
     return order
 
 
+def connected(links: Iterable[tuple[T, T]]) -> dict[T, T]:
+    """Return, for each node of some links, one node that stands for all that are connected.
+
+    Example:
+        >>> found = connected([(1, 2), (3, 4), (2, 5)])
+        >>> found[1] == found[2] == found[5] != found[3]
+        True
+    """
+    parent: dict[T, T] = {}
+
+    def root(x: T) -> T:
+        parent.setdefault(x, x)
+        while parent[x] != x:
+            parent[x] = x = parent[parent[x]]
+        return x
+
+    for a, b in links:
+        parent[root(a)] = root(b)
+    return {x: root(x) for x in parent}
+
+
 # ---------------------------------------------------------------- classes of a term graph
 
 

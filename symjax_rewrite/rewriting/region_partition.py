@@ -7,9 +7,9 @@ model are cut alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, connected, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.index_tests import is_indicator
 from symjax_rewrite.ir.primitives import RING, dtype_kind
@@ -50,39 +50,34 @@ def find_regions(
     frozen: True if some inputs are frozen, so that scales and sums can be folded into them.
     part_of: returns the classes of a region to solve.
     """
-    g = t.graph
-    member = _members(t, need)
-    whole = _kept_whole(g, need, member)
-    parent = {c: c for c in member}
-
-    def root(c: int) -> int:
-        while parent[c] != c:
-            parent[c] = parent[parent[c]]
-            c = parent[c]
-        return c
-
-    joined = {c for c in member if not _is_cut(g, need, c, whole)}
-    for c in member:
-        for arg in node_of(g, c).args:
-            if arg.cls in joined:
-                parent[root(arg.cls)] = root(c)
-    groups: dict[int, list[int]] = {}
-    for c in sorted(member):
-        groups.setdefault(root(c), []).append(c)
+    g, users = t.graph, need.users
     regions = []
     keys: dict[Key, Key] = {}
     products = _products(g, need.order)
-    for classes in map(part_of, groups.values()):
+    for classes in map(part_of, _groups(t, need)):
         inside = set(classes)
         if not _is_interesting(g, inside, products, frozen) or _is_empty(g, classes):
             continue
-        users = need.users
         roots = [c for c in classes if c in need.outside or not inside.issuperset(users.get(c, ()))]
         region = Region(classes, roots, {c for c in roots if _is_fused(g, need, c)})
         Numbering(g, need, region, tag).run()
         region.key = keys.setdefault(region.key, region.key)  # equal keys are one object
         regions.append(region)
     return sorted(regions, key=lambda r: r.classes[-1])
+
+
+def _groups(t: TermGraph, need: Needed) -> Collection[list[int]]:
+    """Return the algebraic classes in groups that no cut divides."""
+    g, member = t.graph, _members(t, need)
+    whole = _kept_whole(g, need, member)
+    joined = {c for c in member if not _is_cut(g, need, c, whole)}
+    group_of = connected(
+        (arg.cls, c) for c in member for arg in node_of(g, c).args if arg.cls in joined
+    )
+    groups: dict[int, list[int]] = {}
+    for c in sorted(member):
+        groups.setdefault(group_of.get(c, c), []).append(c)
+    return groups.values()
 
 
 def _is_fused(g: EGraph, need: Needed, cls: int) -> bool:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, cone, kind_of, node_of, postorder
+from symjax_rewrite.ir.dataflow import Needed, cone, connected, kind_of, node_of, postorder
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, NATIVE, SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -132,21 +132,6 @@ class Scope(NamedTuple):
     cancels: bool = False
 
 
-def _connected(links: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return, for each node of some links, one node that stands for all that are connected."""
-    parent: dict[Any, Any] = {}
-
-    def root(x: Any) -> Any:
-        parent.setdefault(x, x)
-        while parent[x] != x:
-            parent[x] = x = parent[parent[x]]
-        return x
-
-    for a, b in links:
-        parent[root(a)] = root(b)
-    return {x: root(x) for x in parent}
-
-
 def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     """Find the clusters of a program, in program order."""
     gone = frozenset(vanishing(t.graph, need))
@@ -160,7 +145,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     passed = {x for c in made.values() for x in c.reduction.through}
     found = [c for cls, c in made.items() if cls not in passed]
     heavy = {k: c for k, c in enumerate(found) if c.tile.heavy()}
-    group_of = _connected((k, ("class", r.cls)) for k, c in heavy.items() for r in c.tile.heavy())
+    group_of = connected((k, ("class", r.cls)) for k, c in heavy.items() for r in c.tile.heavy())
     groups: dict[Any, Cluster] = {}
     for k, c in heavy.items():
         groups.setdefault(group_of[k], Cluster()).members.append(c)
@@ -314,14 +299,14 @@ def _meets(found: Reduction, pair: Pair, tile: PairwiseTile, space: tuple[int, .
 
 def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
     """Return the number of the index at every (heavy class, slot), over the whole cluster."""
-    links = (
+    links: Iterable[tuple[Any, Any]] = (
         (("index", k, i), (ref.cls, slot))
         for k, c in enumerate(cluster.members)
         for ref in cluster.shared(c)
         for slot, i in enumerate(ref.axes)
         if isinstance(i, int)
     )
-    roots, number = _connected(links), {}
+    roots, number = connected(links), {}
     return {x: number.setdefault(r, len(number)) for x, r in roots.items() if x[0] != "index"}
 
 

@@ -24,6 +24,7 @@ from symjax_rewrite.codegen.step_evaluation import handlers
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import cone, makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
@@ -147,40 +148,54 @@ def scan_of(
     spec = builder.built()
     if isinstance(spec, str):
         return None, f"no kernel: {spec}"
-    backend = kernels if kernels in BACKENDS else "auto"
-    rates = device.scans.steps
-    if kernels == "auto" and rates is not None:
-        fused = any(e.name == "reduce_sum" for e in loop.body.equations)
-        found: list[tuple[float, float]] = []
-        for numbers in _at_samples(spec, assume):
-            before, after = (
-                seconds_written(numbers, fused, rates),
-                seconds_transposed(numbers, rates),
-            )
-            if beside_bytes is not None:
-                after += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
-            found.append((before, after))
-        fits = runs_in_turns(spec) and spec.dtype == "float32"
-        if not fits or not margins.pays_at_all(found, "scan", device):
-            return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
-        before, after = found[0]
-        kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
-        return kernel, "it is laid out with its longest axis last"
+    if kernels == "auto" and device.scans.steps is not None:
+        return _transposed(builder, spec, device.scans.steps, device, assume, beside_bytes)
     if kernels == "auto":
-        chosen = cuda_backend(spec)
-        if not hasattr(chosen, "run"):
-            return None, Obstacle.BACKEND(f"no kernel: {chosen}")
-        before, after = _seconds_in_steps(loop, device), seconds_on_gpu(spec, device)
-        route = replace(builder.kernel(spec, backend), seconds=(before, after))
-        if not margins.pays(before, after, "scan", device, states_bytes(spec)):
-            least = margins.margin("scan", device, states_bytes(spec))
-            return None, Obstacle.COST(too_slow(before / after, least))
-        return route, _described(spec)
-    elif backend == "auto" and kernels != "always":
+        return _on_gpu(builder, spec, device)
+    backend = kernels if kernels in BACKENDS else "auto"
+    if backend == "auto" and kernels != "always":
         return None, f"the {kernels} backend has no scan"
-    elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
+    if backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, Obstacle.BACKEND(f"no kernel: {support}")
     return builder.kernel(spec, backend), _described(spec)
+
+
+def _transposed(
+    builder: _ScanBuilder,
+    spec: ScanSpec,
+    rates: StepLoops,
+    device: Device,
+    assume: Sequence[str],
+    beside_bytes: float | None,
+) -> tuple[ScanKernel | None, str]:
+    """Return a loop on a CPU whose longest axis is laid out last where this pays, and the reason.
+
+    beside_bytes: as in `scan_of`.
+    """
+    fused = any(e.name == "reduce_sum" for e in builder.loop.body.equations)
+    found: list[tuple[float, float]] = []
+    for numbers in _at_samples(spec, assume):
+        after_s = seconds_transposed(numbers, rates)
+        if beside_bytes is not None:
+            after_s += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
+        found.append((seconds_written(numbers, fused, rates), after_s))
+    fits = runs_in_turns(spec) and spec.dtype == "float32"
+    if not fits or not margins.pays_at_all(found, "scan", device):
+        return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
+    kernel = replace(builder.kernel(spec, "turns"), seconds=found[0])
+    return kernel, "it is laid out with its longest axis last"
+
+
+def _on_gpu(builder: _ScanBuilder, spec: ScanSpec, device: Device) -> tuple[ScanKernel | None, str]:
+    """Return a loop as one kernel of a GPU where this pays, and the reason."""
+    chosen = cuda_backend(spec)
+    if not hasattr(chosen, "run"):
+        return None, Obstacle.BACKEND(f"no kernel: {chosen}")
+    before_s, after_s = _seconds_in_steps(builder.loop, device), seconds_on_gpu(spec, device)
+    if not margins.pays(before_s, after_s, "scan", device, states_bytes(spec)):
+        least = margins.margin("scan", device, states_bytes(spec))
+        return None, Obstacle.COST(too_slow(before_s / after_s, least))
+    return replace(builder.kernel(spec, "auto"), seconds=(before_s, after_s)), _described(spec)
 
 
 def _described(spec: ScanSpec) -> str:
