@@ -88,9 +88,9 @@ def pieces_moved(spec: FoldSpec, blocks: Blocks) -> float:
         held = [min(extent.get(a, size), size) for a, size in zip(axes, sizes, strict=True)]
         cut = [k for k, size in enumerate(sizes) if held[k] < size]
         lead = [k for k, a in enumerate(axes) if held[k] == 1 or a in blocks.inner]
-        turned = [k + 1 for k in lead if held[k] > 1 and not {*range(k)} <= {*lead}]
+        transposed = [k + 1 for k in lead if held[k] > 1 and not {*range(k)} <= {*lead}]
         times = across * (along if spec.col in axes else 1) if cut else 1
-        return times * math.prod(held[: max(cut[-1:] + turned)]) if cut or turned else 0.0
+        return times * math.prod(held[: max(cut[-1:] + transposed)]) if cut or transposed else 0.0
 
     return sum(map(pieces, (*[o.axes for o in spec.operands], *result_axes(spec))))
 

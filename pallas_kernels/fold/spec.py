@@ -396,13 +396,13 @@ def one_way(spec: FoldSpec) -> list[tuple[tuple[int, ...], FoldSpec]]:
     if not across or spec.tile.whole is not None:
         return [(tuple(range(len(spec.outputs))), spec)]
     along = tuple(n for n in range(len(spec.outputs)) if n not in across)
-    parts = [(across, _turned(spec, across))]
+    parts = [(across, _transposed(spec, across))]
     if along:
         parts.append((along, replace(spec, outputs=tuple(spec.outputs[n] for n in along))))
     return parts
 
 
-def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
+def _transposed(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
     """Build the fold of some sums over rows, with rows and columns swapped."""
     sums = [o for n in across if isinstance(o := spec.outputs[n], ColumnSums)]
     inner = spec.tile
@@ -416,7 +416,7 @@ def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
         row=spec.col,
         col=spec.row,
         contractions=tuple(replace(c, row=c.col, col=c.row) for c in spec.contractions),
-        tile=Tile(tile, inner.reads, key=("turned", inner.key), dtypes=inner.dtypes),
+        tile=Tile(tile, inner.reads, key=("transposed", inner.key), dtypes=inner.dtypes),
         outputs=tuple(Sums(o.terms, o.tile) for o in sums),
         band=Band(lower, upper),
     )

@@ -231,11 +231,11 @@ def _column_sum(
     axes, features = block_axes(spec, term.weights, block.inner), spec.features(term.weights)
     p, weights = _multiplied(term, p, block.arrays[term.weights])
     # A product over the rows of both is slower than one with the narrower weights transposed.
-    turned = (*(a for a in axes if a not in (spec.row, *features)), *features, spec.row)
-    weights = lax.transpose(weights, [axes.index(a) for a in turned])
+    order = (*(a for a in axes if a not in (spec.row, *features)), *features, spec.row)
+    weights = lax.transpose(weights, [axes.index(a) for a in order])
     if new is not None:
         weights = jnp.where(new[:, 0], weights, jnp.zeros((), weights.dtype))
-    sides = [(lax.optimization_barrier(weights), turned), (p, (*block.inner, spec.row, spec.col))]
+    sides = [(lax.optimization_barrier(weights), order), (p, (*block.inner, spec.row, spec.col))]
     out = (*block.inner, *features, spec.col)
     dtype = jax_internals.joint_dtype(total, weights.dtype)
     made_turned = lax.optimization_barrier(_einsum(spec, sides, out, term.precision, dtype))

@@ -239,7 +239,9 @@ def _maximum_is_low(spec: FoldSpec, states: tuple[State, ...]) -> Array:
     )
 
 
-def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[Array]]:
+def _with_pairs_along_rows(
+    spec: FoldSpec, operands: Sequence[Array]
+) -> tuple[FoldSpec, list[Array]]:
     """Transpose pair operands stored with rows last that are read more than once.
 
     Reading a block across the storage order takes several times as long as reading along it.
@@ -250,8 +252,8 @@ def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[A
         if not runs_across(spec, k) or {*spec.batch} <= {*axes}:
             continue
         order = (*(a for a in axes if a not in (spec.row, spec.col)), spec.row, spec.col)
-        turned = lax.transpose(arrays[k], [axes.index(a) for a in order])
-        arrays[k] = lax.optimization_barrier(turned)
+        transposed = lax.transpose(arrays[k], [axes.index(a) for a in order])
+        arrays[k] = lax.optimization_barrier(transposed)
         described[k] = replace(operand, axes=order)
     return replace(spec, operands=tuple(described)), arrays
 
@@ -279,7 +281,7 @@ def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tupl
         return bundle(spec, [jnp.zeros(s.shape, s.dtype) for s in shapes])
     if spec.few and blocks is None:
         return _whole_if_few(spec, arrays)
-    spec, operands = _turned(spec, arrays)
+    spec, operands = _with_pairs_along_rows(spec, arrays)
     sweep = _Sweep(spec, operands, blocks or xla_blocks(spec))
     inner, axes = sweep.blocks.inner, result_axes(spec)
     total = math.prod(sweep.blocks.counts(spec).values()) * sweep.row_blocks

@@ -52,9 +52,9 @@ def transposed_results(device: Device) -> Sequence[Case]:
     cases = []
     for n in (512, 1024, 1536):
         x, y = jnp.ones((n, 8)), jnp.ones((8, n))
-        turned = lambda x, y: lax.optimization_barrier(x @ y).T + 1.0  # noqa: E731
+        transposed = lambda x, y: lax.optimization_barrier(x @ y).T + 1.0  # noqa: E731
         plain = lambda x, y: lax.optimization_barrier(x @ y) + 1.0  # noqa: E731
-        cases.append(Case(n * n, turned, (x, y), less=plain))
+        cases.append(Case(n * n, transposed, (x, y), less=plain))
     return cases
 
 

@@ -246,8 +246,8 @@ def transposed_apart(node: Node, operands: list[Operand]) -> list[Operand]:
     n = data.shape[1]
     if data.dtype not in (np.float32, np.float64) or not isinstance(n, int) or n < 16:
         return operands
-    turned = (lax.optimization_barrier(lax.transpose(data, (1, 0))), labels[::-1])
-    return [turned if j == k else o for j, o in enumerate(operands)]
+    transposed = (lax.optimization_barrier(lax.transpose(data, (1, 0))), labels[::-1])
+    return [transposed if j == k else o for j, o in enumerate(operands)]
 
 
 def _elements(data: Any) -> int:

@@ -130,7 +130,7 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     return degrees
 
 
-def _is_endless(e: Equation) -> bool:
+def _has_infinite_factor(e: Equation) -> bool:
     """Return True if a number that is not finite scales a value: prefixes may make it NaN."""
     for k, v in enumerate(e.invals):
         if not isinstance(v, int):
@@ -156,7 +156,7 @@ def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
     if name in ("max", "min"):
         maximum = worst.kind in (SUM, MAX_PLUS)
         return Degree(MAX_PLUS) if maximum else Degree(OTHER, f"a {name} of the scaled carry")
-    if name in ("mul", "div") and _is_endless(e):
+    if name in ("mul", "div") and _has_infinite_factor(e):
         return Degree(OTHER, "an infinite multiple of the carry")
     if name in ("mul", "dot_general"):
         if len(moving) > 1:

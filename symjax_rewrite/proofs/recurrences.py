@@ -143,14 +143,14 @@ class LoopSolver:
             p = lifting.of(lifting.t.view(y), rest)
         self._require(lifting, opened, carries, found)
         stored = at[place]
-        turned = _forward(a, opened, stored)
+        forward = _forward(a, opened, stored)
         for c in carries:
             after = a.substitute(c.after, {step: _forward(a, opened, plain(step))})
             after = a.substitute(after, dict(zip(c.names, rest, strict=False)))
             if after == p and len(rest) == len(c.names):
-                later = {step: (turned[0] + 1, turned[1])}
+                later = {step: (forward[0] + 1, forward[1])}
                 return leaves_of(a, [c], "solved", later)[c.form](tuple(rest))
-        leaves = leaves_of(a, carries, "solved", {step: turned})
+        leaves = leaves_of(a, carries, "solved", {step: forward})
         return a.substitute(a.replaced(p, leaves), {step: stored})
 
     def _carries(self, lifting: Lifting, opened: OpenLoop) -> list[Carried] | None:
@@ -175,9 +175,9 @@ class LoopSolver:
             ends = [_read(lifting, x, layout, at) for x in (start, after)]
             if ends[0] is None or ends[1] is None:
                 return None
-            turned = a.substitute(ends[1], {step: _forward(a, opened, plain(step))})
+            forward = a.substitute(ends[1], {step: _forward(a, opened, plain(step))})
             time = a.table.fresh(opened.length + 1)
-            carries.append(Carried(form, names, ends[0], turned, step, time))
+            carries.append(Carried(form, names, ends[0], forward, step, time))
         while unsolved := [c for c in carries if c.solved is None]:
             if not any(_solve_one(a, c, carries, step) for c in unsolved):
                 _iterate(a, _group(a, unsolved), carries, step)

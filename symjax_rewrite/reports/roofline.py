@@ -95,8 +95,8 @@ def _roofs(scale: LogScale, device: Device, peaks: dict[str, float]) -> Iterator
     across, up = scale.at(10 * start, 10 * start * device.bytes_per_s)
     angle = math.degrees(math.atan2(up - y, across - x))
     label = f"memory: {units.quantity(device.bytes_per_s, 'B/s')}"
-    turned = f"translate({x + 14:.1f} {y - 16:.1f}) rotate({angle:.1f})"
-    yield tag("text", label, transform=turned)
+    place = f"translate({x + 14:.1f} {y - 16:.1f}) rotate({angle:.1f})"
+    yield tag("text", label, transform=place)
 
 
 def _points(

@@ -417,9 +417,9 @@ def _copy_seconds(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
     """
     pairs = [k for k, o in enumerate(spec.operands) if {spec.row, spec.col} <= {*o.axes}]
     copied = 2 * bytes_of([spec.avals[k] for k in pairs]) / device.bytes_per_s
-    turned = 2 * bytes_of([spec.avals[k] for k in pairs if runs_across(spec, k)])
+    transposed = 2 * bytes_of([spec.avals[k] for k in pairs if runs_across(spec, k)])
     pieces = device.folds.piece_s * fold_cost.pieces_moved(spec, blocks)
-    return copied + turned / device.folds.turned_bytes_per_s + pieces
+    return copied + transposed / device.folds.turned_bytes_per_s + pieces
 
 
 def gpu_kernels(route: FoldRoute, device: Device) -> list[GpuKernel]:

@@ -27,7 +27,7 @@ def ranks(x: Any) -> Any:
     x = x.astype(jax_internals.joint_dtype(x.dtype, jnp.float32))
     integer = np.dtype(f"int{8 * x.dtype.itemsize}")
     x = jnp.where(x == 0, jnp.zeros_like(x), x)  # +0 and -0 are equal
-    order = _turned(jax.lax.bitcast_convert_type(x, integer))
+    order = _in_order(jax.lax.bitcast_convert_type(x, integer))
     return ~jnp.where(x != x, jnp.full_like(order, np.iinfo(integer).max), order)
 
 
@@ -36,10 +36,10 @@ def unranked(r: Any, dtype: np.dtype) -> Any:
     if not jnp.issubdtype(dtype, jnp.floating):
         return (~r).astype(dtype)
     wide = jax_internals.joint_dtype(dtype, jnp.float32)
-    return jax.lax.bitcast_convert_type(_turned(~r), wide).astype(dtype)
+    return jax.lax.bitcast_convert_type(_in_order(~r), wide).astype(dtype)
 
 
-def _turned(bits: Any) -> Any:
+def _in_order(bits: Any) -> Any:
     """Map a float's bits to an integer of the same order; the map is its own inverse."""
     greatest = np.iinfo(bits.dtype).max
     negative = jax.lax.shift_right_arithmetic(bits, jnp.full_like(bits, 8 * bits.itemsize - 1))
