@@ -8,21 +8,24 @@ it here, or put it into a `RulePack` to try it.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from symjax_rewrite.candidates import Pass
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.kernel_selection.banded_products import BandedProducts
-from symjax_rewrite.kernel_selection.far_fields.selection import FarFields
+from symjax_rewrite.kernel_selection.far_fields.far_fields import FarFields
 from symjax_rewrite.kernel_selection.folds.selection import Folds
 from symjax_rewrite.kernel_selection.folds.sparse_reductions import SparseReductions
 from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenWeights
 from symjax_rewrite.kernel_selection.norms.selection import Norms
 from symjax_rewrite.kernel_selection.partial_sort import PartialSorts
-from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.bodies import Bodies
 from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
+from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
 from symjax_rewrite.loops.paired_steps import PairedSteps
+from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.algebra import Algebra
 from symjax_rewrite.rewriting.column_reductions import ColumnReductions
 from symjax_rewrite.rewriting.column_scans import ColumnScans
@@ -30,6 +33,17 @@ from symjax_rewrite.rewriting.extremum_places import ExtremumPlaces
 from symjax_rewrite.rewriting.fusion_limits import FusionLimits
 from symjax_rewrite.rewriting.product_orientation import OrientedProducts
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
+
+if TYPE_CHECKING:
+    from symjax_rewrite.kernel_selection.scans.selection import Kernel
+
+
+def loop_kernel(loop: Loop, options: Options, device: Device, gradient: bool = False) -> Kernel:
+    """Return the kernel of a loop; the search for it is loaded for the first loop."""
+    from symjax_rewrite.kernel_selection.scans import selection
+
+    return selection.loop_kernel(loop, options, device, gradient)
+
 
 _gradient_kernel = partial(loop_kernel, gradient=True)
 

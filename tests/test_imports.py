@@ -58,6 +58,17 @@ def test_heavy_modules_load_when_used(statement: str) -> None:
     assert loaded(statement) & set(HEAVY) == set()
 
 
+def test_what_loops_and_approximations_need_loads_with_them() -> None:
+    statement = """
+import jax.numpy as jnp
+from symjax_rewrite import sym_optimize
+sym_optimize(lambda x: jnp.tanh(x @ x)).explain(jnp.ones((8, 8)))
+"""
+    folder = "symjax_rewrite.kernel_selection"
+    modules = {f"{folder}.far_fields.selection", f"{folder}.scans.selection", "jax.extend"}
+    assert loaded(statement) & modules == set()
+
+
 def test_heavy_modules_are_found_where_they_are_loaded() -> None:
     modules = loaded("import symjax_rewrite.optimizer, symjax_rewrite.pallas_kernels.fold.triton")
     assert {"symjax_rewrite.optimizer", "jax.experimental.pallas"} <= modules & set(HEAVY)

@@ -26,10 +26,10 @@ from symjax_rewrite.api.joint_gradient import (
 )
 from symjax_rewrite.api.unread_arguments import with_ones
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.affine_trees import keeps_trees
 from symjax_rewrite.loops.loop_optimizer import before_derivatives
 from symjax_rewrite.optimizer import Optimiser
+from symjax_rewrite.passes import loop_kernel
 
 
 class Worker(Protocol):

@@ -453,15 +453,15 @@ class _Worker:
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and return the report."""
         off = why_off()
-        planned = self.plans and off is None and self.plans.explained(plain, args, kwargs)
-        closed = None if planned else plain.trace(*args, **kwargs).jaxpr
+        result: Any = None
+        if self.plans and off is None:
+            result = self.plans.explained(plain, args, kwargs)
+        closed = None if result else plain.trace(*args, **kwargs).jaxpr
         with collector_paused():
             from symjax_rewrite.optimizer import Result
             from symjax_rewrite.reports.builder import make_report
 
-            if closed is None:
-                result = planned
-            else:
+            if closed is not None:
                 result = self.decide(closed) if off is None else Result(closed, stop=off)
             return make_report(result, self.optimiser())
 

@@ -39,47 +39,42 @@ from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import ratio_of
 
+NAME = "far_field"
 SIDES = {1: (8, 16, 32, 64, 128), 2: (4, 6, 8, 12, 16, 24, 32, 48), 3: (4, 6, 8, 12, 16)}
 MOST_NODES = 216  # of a cell: the tables of translations hold its square for every offset
 MOST_ORDER = 10
 DRAWN = 2000  # points drawn to estimate sums
 
 
-class FarFields:
-    """Pass that approximates sums over pairs of points by grids of cells."""
-
-    name = "far_field"
-
-    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        numerics, device = context.options.numerics, context.device
-        if numerics.level != "approx" or context.options.kernels not in ("auto", "always"):
-            return
-        terms, always = context.terms(program), context.options.kernels == "always"
-        if terms.t.dim_env or not device.folds.streams:
-            return
-        if not always and jax_internals.may_be_partitioned():
-            return
-        for route, fold in taken_folds(program, context):
-            before_s, fold_s = fold.seconds or (math.nan, math.nan)
-            try:
-                form = far_form(route)
-                plan = _planned(route, form, numerics.rtol, device)
-            except NoFarFieldError as error:
-                yield Refusal(self.name, str(error), fold.where)
-                continue
-            if not always and not margins.pays(fold_s, plan.seconds, "far_field", device):
-                gain = ratio_of(fold_s, plan.seconds)
-                reason = too_slow(gain or 0.0, margins.margin("far_field", device))
-                yield Refusal(self.name, reason, fold.where, ratio=gain)
-                continue
-            reason = f"{plan.grid.side}^{plan.grid.dims} cells, order {plan.grid.order}; "
-            reason += "bounded at run time, else the fold"
-            far = FarField(route.spec, form, plan.grid, numerics.rtol)
-            compute = partial(approximate, far, route.folded)
-            price = partial(_cost, route.spec, plan)
-            made = replace(route, compute=compute, price=price)
-            proposal = Proposal([made], reason, fold.where, (before_s, plan.seconds))
-            yield from candidates(terms.t, self.name, [proposal])
+def far_fields(program: Program, context: Context) -> Iterator[Found]:
+    """Yield the sums over pairs of points that cells approximate, and those that they do not."""
+    numerics, device = context.options.numerics, context.device
+    terms, always = context.terms(program), context.options.kernels == "always"
+    if terms.t.dim_env or not device.folds.streams:
+        return
+    if not always and jax_internals.may_be_partitioned():
+        return
+    for route, fold in taken_folds(program, context):
+        before_s, fold_s = fold.seconds or (math.nan, math.nan)
+        try:
+            form = far_form(route)
+            plan = _planned(route, form, numerics.rtol, device)
+        except NoFarFieldError as error:
+            yield Refusal(NAME, str(error), fold.where)
+            continue
+        if not always and not margins.pays(fold_s, plan.seconds, "far_field", device):
+            gain = ratio_of(fold_s, plan.seconds)
+            reason = too_slow(gain or 0.0, margins.margin("far_field", device))
+            yield Refusal(NAME, reason, fold.where, ratio=gain)
+            continue
+        reason = f"{plan.grid.side}^{plan.grid.dims} cells, order {plan.grid.order}; "
+        reason += "bounded at run time, else the fold"
+        far = FarField(route.spec, form, plan.grid, numerics.rtol)
+        compute = partial(approximate, far, route.folded)
+        price = partial(_cost, route.spec, plan)
+        made = replace(route, compute=compute, price=price)
+        proposal = Proposal([made], reason, fold.where, (before_s, plan.seconds))
+        yield from candidates(terms.t, NAME, [proposal])
 
 
 def _cost(spec: FoldSpec, plan: _GridPlan, device: Device) -> Cost:
