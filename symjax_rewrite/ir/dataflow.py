@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation, Value
-from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.primitives import dtype_kind, quantizes
 from symjax_rewrite.ir.term import Node, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 
@@ -153,9 +153,12 @@ def kind_of(g: EGraph, cls: int) -> str:
 
 
 def is_float_cast(g: EGraph, cls: int) -> bool:
-    """Return True if a class is another floating-point class in another dtype."""
+    """Return True if a class is another floating-point class in another dtype, but for rounding."""
     node = node_of(g, cls)
-    return is_cast(node) and kind_of(g, cls) == kind_of(g, node.args[0].cls) == "f"
+    if not is_cast(node) or kind_of(g, cls) != "f":
+        return False
+    inner = g.classes[node.args[0].cls].dtype
+    return dtype_kind(inner) == "f" and not quantizes(inner)
 
 
 def class_operands(g: EGraph) -> Callable[[int], list[int]]:

@@ -29,6 +29,14 @@ def product(q, k, v):
     return jnp.dot(p.astype(FP8), v.astype(FP8), preferred_element_type=jnp.float32)
 
 
+def arithmetic(q, k, v):
+    """Each product is rounded to 8 bits, in a norm and over pairs."""
+    x, y = q.astype(FP8), k.astype(FP8)
+    scaled = (x * y).astype(q.dtype) * jax.lax.rsqrt((q * q).mean(-1, keepdims=True) + 1e-6)
+    pairs = (x[:, None, 0] * y[None, :, 0] + y[None, :, 1]) * x[:, None, 1]
+    return scaled @ v[: q.shape[1]], pairs.astype(q.dtype).sum(1)
+
+
 def cached(q, k, v):
     """Attention to keys and values that a cache holds in 8 bits."""
     return jax.nn.softmax(q @ k.astype(q.dtype).T) @ v.astype(q.dtype)
@@ -41,7 +49,7 @@ def drawn(*dtypes):
 
 @jax.jit
 def both(q, k, v, cache):
-    programs = (attention, norm, product)
+    programs = (attention, norm, product, arithmetic)
     ours = [sym_optimize(f, kernels="always", on_unsupported="error") for f in (*programs, cached)]
     run = lambda fs: ([f(q, k, v) for f in fs[:-1]], fs[-1](q, *cache))  # noqa: E731
     return run([*programs, cached]), run(ours)
