@@ -42,6 +42,7 @@ from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
 )
 from symjax_rewrite.kernel_selection.folds.score_folds import log_sum_exp, score_fold, weighted_sum
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW
+from symjax_rewrite.obstacles import Objection, Obstacle
 from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.fold.attention_gradient import attention_gradient, gradient_spec
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
@@ -63,6 +64,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 
 Input = tuple[int, tuple[Any, ...]]  # a class, and the axis of each slot
 FEATURE = "feature"
+LOSES_DIGITS = "cuDNN's gradient takes a sum in float32 from a rounded result instead"
 SWAPPED = {ROW: COLUMN, COLUMN: ROW}
 
 
@@ -93,10 +95,11 @@ class AttentionGradientRoute(FoldRoute):
 
 def with_gradient(
     t: TermGraph, need: Needed, folds: Sequence[FoldRoute], cancels: bool
-) -> list[FoldRoute] | None:
+) -> list[FoldRoute] | Objection | None:
     """Return two routes in place of the folds of attention and its gradient, else None.
 
-    cancels: sums may lose digits, as numerics="cancels" permits.
+    An objection says why the routes that there are may not be taken. cancels: sums may lose digits,
+    as numerics="cancels" permits.
     """
     if len(folds) < 2 or any(r.backend not in ("auto", "library") for r in folds):
         return None
@@ -108,10 +111,9 @@ def with_gradient(
         if isinstance(backend, Reason) or backend.name != "library":
             return None
         rest = [r for r in folds if r is not first]
-        if not found.reads(rest):
-            return None
-        asked = cancels or first.backend == "library"
-        return found.routes(rest) if asked or found.rounds_sums(folds) else None
+        routes = found.routes(rest) if found.reads(rest) else None
+        asked = cancels or first.backend == "library" or found.rounds_sums(folds)
+        return routes if asked or routes is None else Obstacle.CANCELLATION(LOSES_DIGITS)
     return None
 
 

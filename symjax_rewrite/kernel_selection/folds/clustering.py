@@ -81,6 +81,7 @@ class Cluster:
     light: classes computed from index numbers and tests alone that some reduction reduces directly.
     seconds: predicted, of its terms as written and of the folds that replace them. by_size: True if
     it is refused for its price at named sizes. memory: a clause on the memory that it saves.
+    declined: why another kernel may not compute its folds.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
@@ -90,6 +91,7 @@ class Cluster:
     seconds: tuple[float, float] | None = None
     by_size: bool = False
     memory: str = ""
+    declined: str = ""
 
     @property
     def pairs(self) -> int:

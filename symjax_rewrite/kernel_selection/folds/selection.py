@@ -141,6 +141,8 @@ class _FoldSelection:
             # Terms of refused clusters are materialised, so that other folds need more.
             made = self._routes(t, need, found)
         refused = [_refusal(cluster) for cluster in found if cluster.reason]
+        declined = [Refusal("fold", found[n].declined, found[n].where) for n in sorted(made)]
+        refused += [r for r in declined if r.reason]
         return [_proposal(found[n], made[n]) for n in sorted(made)], refused
 
     def _routes(
@@ -193,7 +195,9 @@ class _FoldSelection:
         if not folds:
             return "of each row only a chosen column is read"
         if self.device.runs_on_gpu and not draft.choices:
-            folds = with_gradient(t, need, folds, self.scope.cancels) or folds
+            gradient = with_gradient(t, need, folds, self.scope.cancels)
+            draft.cluster.declined = gradient if isinstance(gradient, str) else ""
+            folds = gradient if isinstance(gradient, list) else folds
         for route in folds:
             backend = BACKENDS.get(route.backend)
             support = backend.supports(route.spec) if backend else True
