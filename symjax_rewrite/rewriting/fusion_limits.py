@@ -7,8 +7,9 @@ that reads it. A product of matrices takes the reductions that it reads into its
 then writes what they reduce. With as many rows as columns it reduces again for its left operand,
 fused with a reader also for a square right operand, and takes up to 100 times as long (until jaxlib
 0.12). A product of rows and a vector stores the rows, a sum of products does not; but until jaxlib
-0.11 XLA makes a product of that. Until then it also sorts whole rows where a part of a top-k is
-read (experiments/orientation). A call computes an extremum; it reads a selection from memory.
+0.11 XLA makes a product of that. Until then it also sorts whole rows where a slice of a top-k is
+read that is no smaller top-k (experiments/orientation). A call computes an extremum; it reads a
+selection from memory.
 
 A rounding to the precision that the values have changes no value and is not fused; a barrier keeps
 a top-k one operation.
@@ -446,11 +447,20 @@ def _stored_result(e: Equation) -> Replacement:
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
+def _is_inner_part(e: Equation) -> bool:
+    """Return True for a slice other than the first k of every row, which are a smaller top-k."""
+    if e.name != "slice":
+        return False
+    starts, steps = e.eqn.params["start_indices"], e.eqn.params["strides"]
+    rows = shape_of(e.eqn.outvars[0])[:-1] != shape_of(e.eqn.invars[0])[:-1]
+    return rows or any(starts) or any(n != 1 for n in steps or ())
+
+
 def _selections(r: Fused) -> Iterator[Candidate]:
-    """Yield the top-ks of which a part may be read."""
+    """Yield the top-ks of which a part is read."""
     found = [e for e in r.program.equations if e.name == "top_k" and is_in_place(e, None)]
     for e in found:
-        if all(u.name in ELEMENTWISE for v in e.outvals for u in r.users.get(v, ())):
+        if not any(_is_inner_part(u) for v in e.outvals for u in r.users.get(v, ())):
             continue
         shape = shape_of(e.eqn.invars[0])
         seconds = selection_seconds(shape, -1, None, r.device), sorting_seconds(e.eqn, r.device)

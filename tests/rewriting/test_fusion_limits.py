@@ -218,3 +218,19 @@ def test_a_top_k_of_which_a_part_is_read_stays_a_top_k() -> None:
 def test_a_top_k_that_is_read_whole_is_left() -> None:
     assert not stored(lambda x: lax.top_k(x, 4)[0], array(200, 256))
     assert not stored(lambda x: jnp.exp(lax.top_k(x, 4)[0]), array(200, 256))
+
+
+@OLD
+def test_a_top_k_that_xla_keeps_for_its_readers_is_left() -> None:
+    readers = (
+        lambda v, i: v[:, :2],  # a smaller top-k
+        lambda v, i: jnp.exp(v)[:, -1:],
+        lambda v, i: jnp.zeros((200, 256)).at[jnp.arange(200)[:, None], i].set(v),
+        lambda v, i: v.sum(-1),
+        lambda v, i: v.T,
+    )
+    for read in readers:
+        f = lambda x, read=read: read(*lax.top_k(x, 4))  # noqa: E731
+        assert not stored(f, array(200, 256))
+        text = jax.jit(f).lower(array(200, 256)).compile().as_text()
+        assert "TopK" in text and " sort(" not in text
