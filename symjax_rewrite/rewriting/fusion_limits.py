@@ -262,7 +262,7 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
 def _sums_of_selections(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield the selections in sums of computed rows that are extrema, which XLA fuses."""
     for e in found:
-        size, chain = math.prod(shape_of(e.eqn.invars[0])), _chain(e.reads[0], r)
+        size, chain = math.prod(shape_of(e.eqn.invars[0])), r.chain(e.reads[0])
         computed = chain.fused and chain.computed and chain.spread
         if not (chain.selected and computed and _is_along_rows(e, chain.width)):
             continue
