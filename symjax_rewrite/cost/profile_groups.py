@@ -144,7 +144,8 @@ class MemoryFacts:
     )  # fmt: skip
     product_row_s: float = quantity(
         "s/row",
-        "the longest axis of a product of matrices, however short its others are",
+        "the longest axis of a product of matrices, and rows that one with a vector sums down, "
+        "however short the others are",
         LAWS,
         0.0,
     )

@@ -20,7 +20,7 @@ from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim, product
-from symjax_rewrite.ir.term import Node
+from symjax_rewrite.ir.term import Node, Ref
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
@@ -161,18 +161,29 @@ class CostModel:
         return min(peak, d.elementwise_per_s) if is_thin(node) else peak
 
     def _packing(self, g: EGraph, sizes: tuple[Dim, ...], node: Node) -> float:
-        """Return the seconds in which a product copies its operands; none beside a vector."""
+        """Return the seconds in which a product copies its operands.
+
+        Beside a vector it copies none, and takes some time for each row that it sums down.
+        """
         a, b = node.args
         free = []
         for x, y in ((a, b), (b, a)):
             mine = {i for i in x.axes if i < node.out}.difference(y.axes)
             free.append(self._count(tuple([sizes[i] for i in mine])))
-        if min(free) <= 1:
-            return 0.0
         batch = self._count(sizes) / math.prod(free)
+        if min(free) <= 1:
+            matrix = a if free[0] > free[1] else b
+            if batch > 1 or max(free) <= 1 or self._is_along_rows(g, node, matrix):
+                return 0.0
+            return self.device.packing_seconds(0.0, self._count(node.bound))
         rows = batch * max(*free, self._count(node.bound))
         read = self.class_bytes(g, a.cls) + self.class_bytes(g, b.cls)
         return self.device.packing_seconds(read, rows)
+
+    def _is_along_rows(self, g: EGraph, node: Node, matrix: Ref) -> bool:
+        """Return True if a product sums along the rows of an input; others may lie in any order."""
+        is_input = matrix.cls not in self.computed and any(g.nodes(matrix.cls, op.LEAF))
+        return is_input and matrix.axes[-1] >= node.out
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
