@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.ir.flat_program import Equation, Value
@@ -21,8 +23,9 @@ def extremum_of(e: Equation, makers: Mapping[int, Equation]) -> str:
     The cases are positive multiples of one value, selected by its sign. Both are NaN where it is,
     and the products of infinity and zeros have its sign.
     """
-    if e.name != "select_n" or len(e.invals) != 3:
-        return ""
+    aval: Any = e.eqn.outvars[0].aval
+    if e.name != "select_n" or len(e.invals) != 3 or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return ""  # multiples of integers wrap around
     test, *cases = e.invals
     compared = makers.get(test) if isinstance(test, int) else None
     if compared is None or compared.name not in ABOVE + BELOW:
@@ -31,22 +34,25 @@ def extremum_of(e: Equation, makers: Mapping[int, Equation]) -> str:
     above = compared.name in ABOVE
     if _number(x, makers) == 0:
         x, zero, above = zero, x, not above
+    limits = jnp.finfo(aval.dtype)
     slopes = [_slope(v, x, makers) for v in cases]
-    if _number(zero, makers) != 0 or not all(slopes):
+    if not all(limits.tiny <= s <= limits.max for s in slopes):  # not 0 or infinite in the dtype
+        return ""
+    if _number(zero, makers) != 0:
         return ""
     where_not, where = slopes
     return "max" if (where >= where_not) is above else "min"
 
 
 def _slope(v: Value, x: Value, makers: Mapping[int, Equation]) -> float:
-    """Return the positive number of which a value is the multiple of another, or 0."""
+    """Return the number of which a value is the multiple of another; 0 or NaN if it is none."""
     if v == x:
         return 1.0
     maker = makers.get(v) if isinstance(v, int) else None
     if maker is None or maker.name != "mul" or x not in maker.reads:
         return 0.0
     numbers = [_number(a, makers) for a in maker.invals if a != x]
-    return numbers[0] if len(numbers) == 1 and 0 < numbers[0] < math.inf else 0.0
+    return numbers[0] if len(numbers) == 1 else 0.0
 
 
 def _number(v: Value, makers: Mapping[int, Equation]) -> float:

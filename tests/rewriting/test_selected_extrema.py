@@ -23,6 +23,10 @@ OTHERS = {
     "a negative multiple": lambda x: jnp.where(x > 0, x, -0.2 * x),
     "zero for NaN": lambda x: jnp.where(x > 0, x, 0.0),
     "infinite": lambda x: jnp.where(x > 0, x, jnp.inf * x),
+    "zero in float32": lambda x: jnp.where(x > 0, x, 1e-46 * x),
+    "of integers that wrap": lambda x: jnp.where((n := jnp.int32(2**28 * x)) > 0, 8 * n, n).astype(
+        "float32"
+    ),
     "another value": lambda x: jnp.where(x > 0, x, 0.2 * (x + 1)),
 }
 

@@ -6,10 +6,10 @@ returns the log-sum-exp in their place, and one call computes all derivatives fr
 (FlashAttention-2, Dao 2023). The programs of all folds are read as symbols (`gradient_symbols.py`),
 so that the folds are replaced only if they are this gradient.
 
-cuDNN computes Σ p·dp of a row as dO·o, of the rounded result o. The error is the same for all keys
-of the row, so that what the keys share adds an error in proportion to it to dq. A program that sums
-p·dp in f32 has no such error: there, this is a choice that may lose digits. A program that rounds
-the sum to half precision has a larger one.
+cuDNN computes Σ p·dp of a row as dO·o, of the rounded result o. That is an error of some roundings
+of dp to half precision. A program that rounds dp itself, as one that multiplies v by weights of v's
+dtype, has errors up to that size; there they differ from key to key, and here a row has one, which
+is multiplied by what its keys share. In a program that holds dp in f32 the sum loses digits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
     RowSymbols,
     Weights,
     gradient_rules,
-    has_dotted,
     monomial,
     multiplied,
     power,
@@ -64,7 +63,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 
 Input = tuple[int, tuple[Any, ...]]  # a class, and the axis of each slot
 FEATURE = "feature"
-LOSES_DIGITS = "cuDNN's gradient takes a sum in float32 from a rounded result instead"
+LOSES_DIGITS = "cuDNN's gradient takes a sum of terms in float32 from a rounded result instead"
 SWAPPED = {ROW: COLUMN, COLUMN: ROW}
 
 
@@ -111,9 +110,10 @@ def with_gradient(
         if isinstance(backend, Reason) or backend.name != "library":
             return None
         rest = [r for r in folds if r is not first]
-        routes = found.routes(rest) if found.reads(rest) else None
-        asked = cancels or first.backend == "library" or found.rounds_sums(folds)
-        return routes if asked or routes is None else Obstacle.CANCELLATION(LOSES_DIGITS)
+        if not found.reads(rest) or (routes := found.routes(rest)) is None:
+            return None
+        asked = cancels or first.backend == "library" or found.rounds_products()
+        return routes if asked else Obstacle.CANCELLATION(LOSES_DIGITS)
     return None
 
 
@@ -203,10 +203,13 @@ class _Attention:
         kinds = [kind for kind, _ in self.made.values()]
         return len(kinds) == len({*kinds}) > 0 and self.upstream is not None
 
-    def rounds_sums(self, folds: Sequence[FoldRoute]) -> bool:
-        """Return True if the program rounds Σ p·dp of each row to half precision."""
-        sums = [c for r in folds for c in r.served if has_dotted(self.rows.of(c)[0])]
-        return bool(sums) and all(map(self._is_narrow, sums))
+    def rounds_products(self) -> bool:
+        """Return True if the program rounds dp, the products of dO and v, to half precision."""
+        assert self.upstream is not None
+        graph, pair = self.t.graph, {self.upstream[0], self.inputs[2][0]}
+        nodes = [(c, node_of(graph, c)) for c in self.need.order]
+        made = [c for c, n in nodes if n.op == CONTRACT and {a.cls for a in n.args} == pair]
+        return bool(made) and all(map(self._is_narrow, made))
 
     def _learn(self, route: FoldRoute, by_keys: bool) -> bool:
         """Read the results of a fold; return False if one of them has no meaning here.

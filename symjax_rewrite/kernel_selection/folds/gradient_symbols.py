@@ -79,11 +79,6 @@ def monomial(coefficient: float = 1.0, **powers: int) -> Weights:
     return Weights(((Powers(**powers), coefficient),))
 
 
-def has_dotted(x: Symbol) -> bool:
-    """Return True if a symbol reads Σ e^(s - max)·dp."""
-    return isinstance(x, Weights) and any(p.dotted for p, _ in x.terms)
-
-
 def probability(coefficient: float = 1.0) -> Weights:
     """Return the symbol of the softmax, times a number."""
     return monomial(coefficient, score=1, top=-1, total=-1)
