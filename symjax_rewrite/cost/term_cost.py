@@ -170,6 +170,8 @@ class CostModel:
         for x, y in ((a, b), (b, a)):
             mine = {i for i in x.axes if i < node.out}.difference(y.axes)
             free.append(self._count(tuple([sizes[i] for i in mine])))
+        if not all(free):
+            return 0.0
         batch = self._count(sizes) / math.prod(free)
         if min(free) <= 1:
             matrix = a if free[0] > free[1] else b

@@ -267,5 +267,6 @@ def search(report: Record) -> str:
     left_out = [r for r in report.routes if r.name == SEARCH]
     lines = len({where for r in left_out for where in r.places})
     why = "; ".join(dict.fromkeys(r.reason.removeprefix(NOT_SEARCHED) for r in left_out))
-    said = f", without {lines} line{'s' * (lines > 1)} ({why})" if left_out else ""
+    part = f"without {lines} line{'s' * (lines > 1)}" if lines else "of loops alone"
+    said = f", {part} ({why})" if left_out else ""
     return report.stop.replace("saturated", "complete (saturated)") + said

@@ -35,7 +35,7 @@ from symjax_rewrite.options import Budget, Numerics
 from symjax_rewrite.rewriting.algebra import storage
 from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.lemma_matching import Pattern
-from symjax_rewrite.rewriting.region_keys import Region, region_graph
+from symjax_rewrite.rewriting.region_keys import LeafTag, Region, region_graph
 from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Frozen
 from symjax_rewrite.rewriting.rule import Axiom, RuleContext
@@ -119,8 +119,8 @@ def all_forms(
     """Trace a function, cut it into regions and saturate them; return all forms."""
     traced = _Traced(fun, avals, frozen)
     t, known = traced.t, traced.known
-    at = lambda c: (known(c), storage(t, c))  # noqa: E731
-    regions = find_regions(t, traced.need, at, bool(known.leaves))
+    tag = lambda c: LeafTag(known(c), storage(t, c), computed=False, inlined=False)  # noqa: E731
+    regions = find_regions(t, traced.need, tag, bool(known.leaves))
     return [traced.saturated(region, axioms, patterns, numerics) for region in regions]
 
 

@@ -182,9 +182,18 @@ def test_integer_powers_are_multiplications_and_a_division() -> None:
 
 def test_rows_that_a_product_sums_down_cost_time_beside_a_vector():
     """A vector times 10⁵ rows of three takes 0.37 ms; three along each row take a quarter of it."""
-    seconds = lambda f, *s: traffic(jax.make_jaxpr(f)(*[spec(*n) for n in s]), CPU, {}).seconds  # noqa: E731
+
+    def seconds(f, *shapes):
+        return traffic(jax.make_jaxpr(f)(*[spec(*s) for s in shapes]), CPU, {}).seconds or 0.0
+
     rows = 100_000
     down = seconds(lambda v, x: v @ x, (rows,), (rows, 3))
     along = seconds(lambda x, v: x @ v, (rows, 3), (3,))
     across = seconds(lambda x, v: x @ v, (3, rows), (rows,))
     assert down > rows * CPU.memory.product_row_s > 2 * max(along, across)
+
+
+def test_products_over_empty_axes_have_a_price():
+    for shapes in (((0, 3), (3, 4)), ((0,), (0, 3)), ((3, 0), (0, 4)), ((0,), (0,))):
+        report = sym_optimize(jnp.matmul, device="cpu").explain(*[spec(*s) for s in shapes])
+        assert report.before.seconds is not None

@@ -49,6 +49,7 @@ def test_a_light_program_stays_as_written_unless_kernels_are_asked_for(monkeypat
     report = sym_optimize(_turned).explain(x)
     assert not programs
     assert [r.name for r in report.routes if "arithmetic and traffic" in r.reason] == ["search"]
+    assert "of loops alone (arithmetic and traffic take little" in str(report)
     sym_optimize(_turned, kernels="always").explain(x)
     assert len(programs) == 1
 

@@ -8,12 +8,13 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build
+from symjax_rewrite.rewriting.region_keys import LeafTag
 from symjax_rewrite.rewriting.region_partition import find_regions
 
 
 def _regions(fun, *avals):
     t = build(flatten(jax.make_jaxpr(fun)(*avals)))
-    return find_regions(t, needed(t), lambda c: ())
+    return find_regions(t, needed(t), lambda c: LeafTag(False, "float32", False, False))
 
 
 def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
