@@ -70,7 +70,7 @@ def numbers(
         elif kind == "value":
             found = stored[data]
         elif kind == "apply":
-            read = [(made[a], needed[a].dtype == "bool") for a in args]
+            read = [(made[a], needed[a].dtype) for a in args]
             op, attr = data
             found = _sum(attr, read) if op == ADD else _mapped(op, attr, read)
         if found is None or not _fits(found, dtype):
@@ -79,7 +79,7 @@ def numbers(
     return made[-1]
 
 
-Read = Sequence[tuple[IndexNumbers, bool]]  # the second: True if these are booleans
+Read = Sequence[tuple[IndexNumbers, str]]  # with their dtype
 
 
 def _sum(coefficients: Sequence[Any], read: Read) -> IndexNumbers | None:
@@ -99,7 +99,10 @@ def _mapped(op: Any, attr: Any, read: Read) -> IndexNumbers | None:
     fun = _MAPS.get(name)
     if fun is None or len(along) > 1 or len(read) > (3 if name == "select_n" else 2):
         return None
-    values = [(x.of_row + x.of_column).astype(bool if is_bool else np.int64) for x, is_bool in read]
+    if name == "shift_right_arithmetic" and dtype_kind(read[0][1]) == "u":
+        return None  # it repeats the highest bit
+    kinds = [bool if dtype == "bool" else np.int64 for _, dtype in read]
+    values = [(x.of_row + x.of_column).astype(k) for (x, _), k in zip(read, kinds, strict=True)]
     least, most = _SECOND.get(name, (-LARGEST, LARGEST))
     if not all(((least <= x) & (x <= most)).all() for x in values[1:]):
         return None
@@ -108,12 +111,12 @@ def _mapped(op: Any, attr: Any, read: Read) -> IndexNumbers | None:
 
 
 def _fits(x: IndexNumbers, dtype: str) -> bool:
-    """Return True if numbers do not wrap around in a dtype."""
+    """Return True if neither numbers nor their magnitudes wrap around in a dtype."""
     least, greatest = (sum(int(f(a)) for a in x) for f in (np.min, np.max))
     if dtype == "bool":
         return least >= 0 and greatest <= 1
     info = np.iinfo(dtype)
-    return max(-LARGEST, info.min) <= least and greatest <= min(LARGEST, info.max)
+    return max(-LARGEST, info.min, -info.max) <= least and greatest <= min(LARGEST, info.max)
 
 
 def diagonals(

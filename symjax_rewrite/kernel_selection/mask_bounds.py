@@ -234,13 +234,16 @@ class _Reader:
             return self._evaluated(name, a, b, False) if both == EVERYWHERE else both
         if name in ("ge", "gt"):
             a, b, name = b, a, "le" if name == "ge" else "lt"
-        kind, data, args, _ = self.steps[a]
+        kind, data, args, dtype = self.steps[a]
         is_abs = kind == "apply" and data[0] == MAP and data[1][0] == "abs"
         a = args[0] if is_abs else a
         left, right = self.linear(a), self.linear(b)
         if left is None or right is None:
             return self._evaluated(name, a, b, is_abs)
-        sides = (left, {k: -c for k, c in left.items()}) if is_abs else (left,)
+        negated = {k: -c for k, c in left.items()}
+        if is_abs and not self._fits(negated, dtype):
+            return EVERYWHERE
+        sides = (left, negated) if is_abs else (left,)
         return _meet(self._below(_plus(side, right, -1), name == "lt") for side in sides)
 
     def _evaluated(self, name: str, a: int, b: int, is_abs: bool) -> MaskRegion:

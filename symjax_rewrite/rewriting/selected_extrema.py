@@ -56,10 +56,19 @@ def _slope(v: Value, x: Value, makers: Mapping[int, Equation]) -> float:
 
 
 def _number(v: Value, makers: Mapping[int, Equation]) -> float:
-    """Return the number that a literal, cast or repeated, is; NaN for any other value."""
+    """Return the number that a literal, rounded or repeated, is; NaN for any other value."""
+    avals: list[Any] = []
     while isinstance(v, int):
         maker = makers.get(v)
         if maker is None or maker.name not in ("convert_element_type", "broadcast_in_dim"):
             return math.nan
+        avals.append(maker.eqn.outvars[0].aval)
         v, *_ = maker.invals
-    return float(np.asarray(v.val).item()) if np.ndim(v.val) == 0 else math.nan
+    dtypes = [aval.dtype for aval in [v.aval, *avals[::-1]]]
+    if np.ndim(v.val) or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return math.nan  # a cast to an integer changes the number
+    number = np.asarray(v.val)
+    with np.errstate(all="ignore"):
+        for dtype in dtypes:
+            number = number.astype(dtype)
+    return float(number)

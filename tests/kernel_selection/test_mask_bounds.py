@@ -44,6 +44,14 @@ def col():
     return jnp.arange(T)[None, :]
 
 
+def small(n):
+    return n.astype(jnp.int8)
+
+
+def top_bit_repeated(n):
+    return jax.lax.shift_right_arithmetic(n.astype(jnp.uint8), jnp.uint8(4))
+
+
 def nested(s):
     return jnp.where(col() <= row(), jnp.where(col() > row() - 8, s, -INF), -INF)
 
@@ -109,6 +117,14 @@ MASKS = {
     ),
     "first chunks": (lambda s: jnp.where(col() // 8 < 2, s, -INF), Band(None, 15)),
     "chunks made before": (lambda s: jnp.where(CHUNKS[:, None] == CHUNKS, s, -INF), Band(-7, 7)),
+    "the highest bit repeated": (
+        lambda s: jnp.where((top_bit_repeated(col() + 100) > 99) | (row() >= col()), s, -INF),
+        NONE,
+    ),
+    "a magnitude that wraps": (
+        lambda s: jnp.where((abs(small(row()) - small(col()) - 65) < -60) | TRIL, s, -INF),
+        NONE,
+    ),
     "a class each": (lambda s: jnp.where(row() % 8 == col() % 8, s, -INF), NONE),
     # numbers like any other, and masks that are no range
     "-1e2": (lambda s: jnp.where(row() >= col(), s, -1e2), NONE),

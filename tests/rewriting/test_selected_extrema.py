@@ -27,6 +27,9 @@ OTHERS = {
     "of integers that wrap": lambda x: jnp.where((n := jnp.int32(2**28 * x)) > 0, 8 * n, n).astype(
         "float32"
     ),
+    "a number cast to integers": lambda x: jnp.where(
+        x > 0, x, jnp.full(64, 1.4).astype(jnp.int32) * x
+    ),
     "another value": lambda x: jnp.where(x > 0, x, 0.2 * (x + 1)),
 }
 
