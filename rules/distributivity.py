@@ -122,8 +122,9 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Flatten sums of sums used once, and count like terms of one sign.
 
     If terms may cancel, exact terms stay in the sum in which they were written. In `(a − b) + x·W`
-    a − b is exact for close a and b, and the rounded a + x·W is not. In `s − mean(s)` both terms
-    read one rounded s, and s stays closed.
+    a − b is exact for close a and b, and the rounded a + x·W is not. So it is for a rounded b that
+    many entries share, as a mean: what reads the sum may undo one error of all. In `s − mean(s)`
+    both terms read one rounded s, and s stays closed.
     """
     g, dtype = ctx.g, ctx.g.classes[cls].dtype
     terms, beside = _Terms(), {g.find(a).cls for a in node.args}
@@ -202,8 +203,10 @@ def _inner_terms(
     shared = len(ctx.g.uses[arg.cls]) > 1 and is_computed_for(ctx, {arg.cls}, beside)
     if (large or shared) and len(opened) > 1:
         return None
+    size = len(ctx.g.classes[arg.cls].sizes)
+    apart = lambda a: is_rounded(ctx, a.cls) and len({*a.axes}) == size  # noqa: E731
     exact = [
-        (k, a) for k, a in opened if not (is_rounded(ctx, a.cls) or ctx.frozen(a.cls))
+        (k, a) for k, a in opened if not (apart(a) or ctx.frozen(a.cls))
     ]  # frozen terms are folded into one constant
     if len(exact) <= 1:
         return opened

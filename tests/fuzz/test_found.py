@@ -33,6 +33,7 @@ SEEDS = {  # of random programs, and what went wrong
     40001764: "a quadratic form minus itself was factored by either of its equal factors: not 0",
     50007863: "a norm that overflows in float16 as written was finite, as where XLA keeps it wide",
     62001206: "a gradient that underflow makes large cancels: rounding was sought in float64",
+    74004467: "near values were scaled before a mean of other values was subtracted",
     91827369: "a sum was opened inside itself, without end",
 }
 

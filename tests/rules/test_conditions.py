@@ -43,6 +43,8 @@ MUST_NOT = [
     ("factor", "other indices of the same array", "dd,dd,dd",
      lambda x, V, W: x @ V + W @ x, "float32"),
     ("flatten_sum", "terms cancel", "ij,ij", lambda a, b: (a + b) - a, "float32"),
+    ("flatten_sum", "many entries share a rounded mean", "ij,kj",
+     lambda a, b: jnp.full_like(a, 0.6) * (a - (b * jnp.full_like(b, 0.2)).sum(0)), "float32"),
     ("flatten_sum", "the inner sum is used twice", "ij,ij,ij",
      lambda a, b, c: ((a + b) + c, jnp.sin(a + b)), "float32"),
     ("masked_product", "the sum reads the mask", "ij,jk,kl",
