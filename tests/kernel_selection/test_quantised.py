@@ -41,6 +41,27 @@ def distances(q, k, v):
     return (pairs * pairs).astype(q.dtype).sum(-1).min(1)
 
 
+def states(q, k, v):
+    """A recurrence whose states have 8 bits."""
+
+    def step(h, kv):
+        h = (jax.nn.sigmoid(kv[0]) * h.astype(q.dtype) + kv[1]).astype(FP8)
+        return h, h.astype(q.dtype)
+
+    return jax.lax.scan(step, q[0].astype(FP8), (k, v))[1]
+
+
+def fast_weights(q, k, v):
+    """A state that outer products in 8 bits are added to."""
+
+    def step(s, qkv):
+        q, k, v = qkv
+        s = 0.9 * s + (k.astype(FP8)[:, None] * v.astype(FP8)).astype(q.dtype)
+        return s, q @ s
+
+    return jax.lax.scan(step, jnp.zeros((8, 8)), (q, k, v))[1]
+
+
 def cached(q, k, v):
     """Attention to keys and values that a cache holds in 8 bits."""
     return jax.nn.softmax(q @ k.astype(q.dtype).T) @ v.astype(q.dtype)
@@ -53,7 +74,7 @@ def drawn(*dtypes):
 
 @jax.jit
 def both(q, k, v, cache):
-    programs = (attention, norm, product, scaled_norm, distances)
+    programs = (attention, norm, product, scaled_norm, distances, states, fast_weights)
     ours = [sym_optimize(f, kernels="always", on_unsupported="error") for f in (*programs, cached)]
     run = lambda fs: ([f(q, k, v) for f in fs[:-1]], fs[-1](q, *cache))  # noqa: E731
     return run([*programs, cached]), run(ours)

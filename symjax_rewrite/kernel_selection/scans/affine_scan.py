@@ -28,6 +28,7 @@ from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import cone, makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.primitives import dtype_kind, quantizes
 from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, value
 from symjax_rewrite.ir.step_program import (
     Handler,
@@ -286,7 +287,7 @@ class _ScanBuilder:
             raise NotAScanError("its steps are not affine entry by entry")
         carry, body = loop.carries[0], loop.body
         dtype = str(body.avals[carry.inner].dtype)
-        if not isinstance(carry.out, int) or not dtype.startswith(("float", "bfloat")):
+        if not isinstance(carry.out, int) or dtype_kind(dtype) != "f" or quantizes(dtype):
             raise NotAScanError(f"states are {dtype}")
         self.t = terms_of(loop)
         start, out = self.t.view(carry.inner), self.t.view(carry.out)

@@ -15,7 +15,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import class_operands, makers_of, node_of, postorder
+from symjax_rewrite.ir.dataflow import (
+    class_operands,
+    is_float_cast,
+    makers_of,
+    node_of,
+    postorder,
+)
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
@@ -197,12 +203,10 @@ class StateReader:
 
     def _is_cast(self, cls: int, least: str) -> bool:
         """Return True if a class is another one, cast without loss relative to `least`."""
-        node, classes = node_of(self.t.graph, cls), self.t.graph.classes
-        if node.op != MAP or node.attr[0] != "convert_element_type":
+        g = self.t.graph
+        if not is_float_cast(g, cls):
             return False
-        old, new = classes[node.args[0].cls].dtype, classes[cls].dtype
-        if dtype_kind(old) != "f" or dtype_kind(new) != "f":
-            return False
+        old, new = g.classes[node_of(g, cls).args[0].cls].dtype, g.classes[cls].dtype
         return holds(new, old) or holds(new, least)
 
     def _queries(self, readers: list[int]) -> list[Query]:
