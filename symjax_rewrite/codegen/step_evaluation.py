@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.ir.primitives import quantizes
 from symjax_rewrite.ir.step_program import Handlers
 from symjax_rewrite.ir.term import ADD, CONTRACT
 
@@ -35,5 +37,7 @@ def elementwise(what: tuple, args: Sequence[Any], dtype: str, primitives: Mappin
         terms = (x if c == 1 else x * term_lowering.literal(c, dtype) for c, x in pairs)
         return functools.reduce(operator.add, terms)
     if op == CONTRACT:
-        return functools.reduce(operator.mul, args)
+        wide = jax_internals.joint_dtype(dtype, *(x.dtype for x in args))
+        product = functools.reduce(operator.mul, [x.astype(wide) for x in args])
+        return product.astype(np.dtype(dtype)) if quantizes(str(np.dtype(dtype))) else product
     return term_lowering.in_kernel(attr, args, dtype, primitives)

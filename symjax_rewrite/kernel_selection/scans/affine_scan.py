@@ -509,8 +509,9 @@ class _ScanSteps(StepProgram):
         raise NotAScanError(f"{node.op} inside a step")
 
     def product(self, dtype: str) -> _ScanSteps:
-        """Add the product of the requested terms as the last step."""
-        self.add("apply", (CONTRACT, None), self.roots, dtype)
+        """Add the product of the requested terms as the last step; it is not rounded to 8 bits."""
+        wide = "float32" if quantizes(dtype) else dtype
+        self.add("apply", (CONTRACT, None), self.roots, wide)
         return self
 
     def coefficients(self) -> ScanProgram:
