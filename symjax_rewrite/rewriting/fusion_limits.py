@@ -453,7 +453,8 @@ def _is_inner_part(e: Equation) -> bool:
         return False
     starts, steps = e.eqn.params["start_indices"], e.eqn.params["strides"]
     rows = shape_of(e.eqn.outvars[0])[:-1] != shape_of(e.eqn.invars[0])[:-1]
-    return rows or any(starts) or any(n != 1 for n in steps or ())
+    first = all(isinstance(n, int) and n == 0 for n in starts)
+    return rows or not first or any(n != 1 for n in steps or ())
 
 
 def _selections(r: Fused) -> Iterator[Candidate]:
