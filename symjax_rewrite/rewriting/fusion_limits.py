@@ -286,6 +286,8 @@ def _weighted_rows(e: Equation, r: Fused) -> int | None:
     avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
     if is_sharded(e) or not is_in_place(e, DTYPES):
         return None
+    if not all(isinstance(n, int) for a in avals for n in a.shape):
+        return None
     if e.name == "dot_general":
         (summed, _), rows = e.eqn.params["dimension_numbers"], avals[:2]
         for k, v in enumerate(e.invals):

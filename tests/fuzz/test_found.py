@@ -34,6 +34,7 @@ SEEDS = {  # of random programs, and what went wrong
     50007863: "a norm that overflows in float16 as written was finite, as where XLA keeps it wide",
     62001206: "a gradient that underflow makes large cancels: rounding was sought in float64",
     74004467: "near values were scaled before a mean of other values was subtracted",
+    75015709: "the size of a product's right operand was taken for a number where it was a name",
     91827369: "a sum was opened inside itself, without end",
 }
 
