@@ -185,7 +185,8 @@ def note() -> str:
     cpus = sorted({machine["cpu"] for machine in machines})
     versions = sorted({machine["versions"]["jax"] for machine in machines})
     where = f"{' or '.join(cores)} cores of {' or '.join(cpus)}, jax {', '.join(versions)}"
-    return f"{dates[0]} to {dates[-1]}, {where}. GPU: not measured."
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"{days}, {where}. GPU: not measured."
 
 
 def plot(path: Path) -> None:
