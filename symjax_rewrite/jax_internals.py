@@ -362,7 +362,7 @@ def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
 
 
 REMAT = "remat2"
-CLOSED_CALL = "closed_call" if hasattr(_core, "closed_call_p") else "eval_jaxpr"  # JAX 0.12
+CLOSED_CALL = _core.closed_call_p.name  # "eval_jaxpr" since JAX 0.12
 CALLS = frozenset(("jit", CLOSED_CALL, "custom_jvp_call", "custom_vjp_call"))
 
 

@@ -101,8 +101,9 @@ def _as_decided(before_s: float, after_s: float, result: Result) -> tuple[float,
     """
     prices = [c.seconds for c in result.changes if c.seconds is not None]
     written_s, changed_s = (sum(side) for side in zip(*prices, strict=True)) if prices else (0, 0)
-    rest_s = max(after_s - changed_s, 0.0)
-    before_s, saved_s = max(before_s, rest_s + written_s), written_s - changed_s
+    if written_s > before_s:
+        before_s = max(after_s - changed_s, 0.0) + written_s
+    saved_s = written_s - changed_s
     return before_s, min(after_s, before_s - saved_s) if saved_s > 0 else after_s
 
 
