@@ -22,7 +22,14 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, itemsize
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, is_computed_from, node_of
+from symjax_rewrite.ir.dataflow import (
+    Needed,
+    class_operands,
+    cone,
+    is_computed_from,
+    is_float_cast,
+    node_of,
+)
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import from_jax
@@ -143,6 +150,9 @@ class _NormSelection:
             parts.append(part)
         backend = self.kernels if self.kernels in BACKENDS else "auto"
         made = [NormRoute(group, backend) for group in _together(t, need, parts)]
+        if parts[0].spec.centred and _sum_is_read(t, need, members[0], made):
+            text = "a sum of the centred values, zero but for rounding, is read too"
+            return [], Obstacle.READER(text), None
         priced = [_numbered(t, route) for route in made]
         for route, numbers in zip(made, priced, strict=True):
             route.price = partial(kernel_cost, t, numbers)
@@ -245,12 +255,39 @@ def _count(made: list[NormRoute], members: list[Normed]) -> str:
 
 def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
     """Return True if something besides these kernels' products reads the normalised value."""
+    read = {c for route in made for p in route.parts for c in p.needs()}
+    return bool(m.opened & read or _other_users(t, need, m.opened, made))
+
+
+def _other_users(
+    t: TermGraph, need: Needed, classes: Iterable[int], made: list[NormRoute]
+) -> set[int]:
+    """Return the users of classes that are not computed inside these kernels."""
     parts = [p for route in made for p in route.parts]
     given = {p.epilogue.cls for p in parts}
     read = {c for p in parts for c in p.needs()}
     inside = cone(given, class_operands(t.graph), read - given)
-    users = (u for c in m.opened for u in need.users.get(c, ()))
-    return bool(m.opened & read) or any(u not in inside for u in users)
+    return {u for c in classes for u in need.users.get(c, ()) if u not in inside}
+
+
+def _sum_is_read(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
+    """Return True if something besides these kernels reads a sum of the centred values alone.
+
+    Such a sum corrects what the mean was rounded by. The kernel rounds a mean of its own.
+    """
+    g = t.graph
+    stack = list(_other_users(t, need, m.opened, made))
+    seen = set(stack)
+    while stack:
+        cls = stack.pop()
+        node = node_of(g, cls)
+        if node.op == op.CONTRACT and node.bound and len(node.args) == 1:
+            return True
+        if (node.op in (op.ADD, op.CONTRACT) and not node.bound) or is_float_cast(g, cls):
+            more = [u for u in need.users.get(cls, ()) if u not in seen]
+            seen.update(more)
+            stack += more
+    return False
 
 
 def _epilogues(

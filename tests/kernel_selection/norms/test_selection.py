@@ -492,3 +492,17 @@ def test_the_mean_of_half_precision_is_held_in_f32():
     exact = quick_jit(fun)(*[v.astype(jnp.float32) for v in (x, g, b, w)])
     errors = [jnp.linalg.norm(f(x, g, b, w) - exact) for f in (ours, quick_jit(fun))]
     assert errors[0] <= errors[1] < 0.1 * jnp.linalg.norm(exact)
+
+
+def test_centred_values_whose_rounding_is_read_are_stored():
+    """The kernel rounds a mean of its own: far rows multiplied what the two means differ by."""
+
+    def f(x, w):
+        y = x @ w
+        centred = y - y.mean(0)
+        return centred.T @ x - jnp.outer(centred.mean(0), x.sum(0))
+
+    x, w = (np.asarray(a + draw(s), np.float32) for a, s in ((1e4, (7, 6)), (0, (6, 6))))
+    (found,) = routes(f, x, w, kernels="always")
+    assert not found.taken and "zero but for rounding" in found.reason
+    assert check_function(f, [x, w], Mode("value", "random", kernels="always")) == "equal"
