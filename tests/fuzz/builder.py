@@ -50,6 +50,9 @@ class RandomChooser:
         return self.rng.choice(options)
 
 
+REFUSALS = (TypeError, ValueError, IndexError, ZeroDivisionError, NotImplementedError)
+NO_ARRAY = AttributeError  # the sum of no parts is Python's 0, which has no methods
+
 _shapes: dict[tuple, tuple | None] = {}
 
 
@@ -67,7 +70,7 @@ def result_of(text: str, avals: tuple, bodies: tuple[Program, ...]) -> tuple | N
         specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in avals]
         try:
             out = jax.make_jaxpr(fun)(*specs).out_avals
-        except (TypeError, ValueError, IndexError, ZeroDivisionError, NotImplementedError):
+        except (*REFUSALS, NO_ARRAY):
             out = []
         good = len(out) == 1 and out[0].size <= MAX_ELEMENTS
         _shapes[key] = (tuple(out[0].shape), str(out[0].dtype), out[0].weak_type) if good else None

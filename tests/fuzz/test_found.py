@@ -35,6 +35,8 @@ SEEDS = {  # of random programs, and what went wrong
     62001206: "a gradient that underflow makes large cancels: rounding was sought in float64",
     74004467: "near values were scaled before a mean of other values was subtracted",
     75015709: "the size of a product's right operand was taken for a number where it was a name",
+    76003941: "sums of opened terms lost more digits than the program as written, as they may",
+    76004229: "a branch that calls a method of the sum of no parts, a number, was no program",
     91827369: "a sum was opened inside itself, without end",
 }
 
