@@ -3,8 +3,9 @@
 A program with the gradient of attention gives the fold of the maxima, the sums and the result, and
 folds of dv, dk and dq, which read the maxima and sums. If nothing else reads these, the first fold
 returns the log-sum-exp in their place, and one call computes all derivatives from it
-(FlashAttention-2, Dao 2023). The programs of all folds are read as symbols (`gradient_symbols.py`),
-so that the folds are replaced only if they are this gradient.
+(FlashAttention-2, Dao 2023). The programs of all folds are read as symbols
+(`pallas_kernels/fold/attention_symbols.py`), so that the folds are replaced only if they are this
+gradient.
 
 cuDNN computes Σ p·dp of a row as dO·o, of the rounded result o. That is an error of some roundings
 of dp to half precision. A program that rounds dp itself, as one that multiplies v by weights of v's
@@ -27,32 +28,28 @@ from symjax_rewrite.ir.term import CONTRACT, Ref, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operand
 from symjax_rewrite.kernel_selection.folds.epilogue import Names, Rows, Served
-from symjax_rewrite.kernel_selection.folds.gradient_symbols import (
-    MAXIMUM,
-    RowSymbols,
-    Weights,
-    gradient_rules,
-    monomial,
-    multiplied,
-    power,
-    probability,
-    score_derivative,
-    times,
-)
+from symjax_rewrite.kernel_selection.folds.row_symbols import RowSymbols
 from symjax_rewrite.kernel_selection.folds.score_folds import log_sum_exp, score_fold, weighted_sum
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW
 from symjax_rewrite.obstacles import Objection, Obstacle
 from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.fold.attention_gradient import attention_gradient, gradient_spec
-from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
-from symjax_rewrite.pallas_kernels.fold.plain_attention import (
+from symjax_rewrite.pallas_kernels.fold.attention_symbols import (
+    MAXIMUM,
     Number,
-    PlainAttention,
     Scores,
     Symbol,
+    Weights,
     interpreted,
-    plain_attention,
+    monomial,
+    multiplied,
+    plus,
+    power,
+    rules_of,
+    times,
 )
+from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
+from symjax_rewrite.pallas_kernels.fold.plain_attention import PlainAttention, plain_attention
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Contraction,
     ExpSums,
@@ -65,6 +62,11 @@ Input = tuple[int, tuple[Any, ...]]  # a class, and the axis of each slot
 FEATURE = "feature"
 LOSES_DIGITS = "cuDNN's gradient takes a sum of terms in float32 from a rounded result instead"
 SWAPPED = {ROW: COLUMN, COLUMN: ROW}
+PROBABILITY = monomial(score=1, top=-1, total=-1)
+SCORE_DERIVATIVE = plus(  # p·(dp - Σ p·dp)
+    times(PROBABILITY, monomial(upstream=1)),
+    times(PROBABILITY, monomial(-1.0, total=-1, dotted=1)),
+)
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class _Attention:
         inputs = [route.inputs[n] for n in numbers]
         if not all(isinstance(axis, str) for _, axes in inputs for axis in axes):
             return None
-        rules = gradient_rules(Scores(a.scale, a.seen, a.fill))
+        rules = rules_of(Scores(a.scale, a.seen, a.fill))
         self = _Attention(t, need, route, spec, a, inputs, RowSymbols(t, rules, {}))
         return self if self._finds_results() else None
 
@@ -384,12 +386,12 @@ class _Attention:
         if not isinstance(tile, Weights) or weights is None or not tile.terms:
             return None
         if by_keys and weights == self.upstream:
-            return (2, 1.0) if probability().is_close(tile) else None
+            return (2, 1.0) if PROBABILITY.is_close(tile) else None
         number = 1 if by_keys else 0
         if weights != self._input(1 - number):
             return None
         scale = next((c for p, c in tile.terms if p.upstream), 0.0)
-        alike = score_derivative(scale).is_close(tile)
+        alike = times(SCORE_DERIVATIVE, monomial(scale)).is_close(tile)
         return (number, self.plain.scale / scale) if alike else None
 
     def _learn_derivatives(

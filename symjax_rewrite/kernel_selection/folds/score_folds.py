@@ -11,9 +11,14 @@ import jax.numpy as jnp
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Ref, identity, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import Names
-from symjax_rewrite.kernel_selection.folds.gradient_symbols import gradient_rules
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN
-from symjax_rewrite.pallas_kernels.fold.plain_attention import HALVES, Number, Scores, interpreted
+from symjax_rewrite.pallas_kernels.fold.attention_symbols import (
+    HALVES,
+    Number,
+    Scores,
+    interpreted,
+    rules_of,
+)
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Epilogue,
     ExpSums,
@@ -91,7 +96,7 @@ def _score_number(spec: FoldSpec, root: int) -> int | None:
     for number in range(count):
         dots = [Scores(1.0) if n == number else None for n in range(count)]
         given = [*dots, Number(1, 0, 0), Number(0, 1, 0)]
-        if isinstance(interpreted(closed, given, gradient_rules(Scores(1.0)))[root], Scores):
+        if isinstance(interpreted(closed, given, rules_of(Scores(1.0)))[root], Scores):
             return number
     return None
 
