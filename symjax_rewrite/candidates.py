@@ -75,7 +75,8 @@ class Candidate:
     values that must be dead afterwards. count: number of places it represents. also: reasons and
     lines of further parts, taken together with the first. repeated_s: seconds of work repeated for
     copies of an operand, which no term counts. bodies: results of the bodies of loops and branches
-    in it, with their trip counts.
+    in it, with their trip counts. prices_ahead: True if its cost counts the kernels that later
+    passes make of its loops.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Candidate:
     also: tuple[tuple[str, str], ...] = ()
     repeated_s: float = 0.0
     bodies: tuple[tuple[Any, int], ...] = ()
+    prices_ahead: bool = False
 
     @property
     def saved_s(self) -> float:

@@ -29,7 +29,6 @@ from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body
 from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.loops.affine_trees import AffineTrees
 from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.obstacles import Obstacle
@@ -280,7 +279,7 @@ class _Run:
         self.program = self.first = flat(closed)
         self.stops: set[str] = set()
         self.seen: dict[str, Program] = {}  # by pass, the program after it
-        self.trees_became_kernels = False  # the price of a tree then counts these kernels
+        self.priced_ahead = False  # a change counts the kernels of its loops
 
     def through(self, passes: Sequence[Pass]) -> Result:
         """Run the passes; on a light program those of loops, and added ones."""
@@ -313,9 +312,7 @@ class _Run:
         if proposed:
             self.program, taken, refused = policy.chosen(self.program, proposed, self.context)
             found += refused
-            if taken and isinstance(each, AffineTrees):
-                self.program = flat(emission.staged(self.program))
-                self.trees_became_kernels = self.context.device.loops.steps_are_launches
+            self.priced_ahead |= any(c.prices_ahead for c in taken)
         self.seen[each.name] = self.program
         for f in found:
             if f in taken if isinstance(f, Candidate) else not (again and self._is_known(f)):
@@ -331,7 +328,7 @@ class _Run:
     def _note(self, f: Found) -> None:
         match f:
             case Candidate():
-                is_counted = self.trees_became_kernels and f.name == "scan" and not f.rules
+                is_counted = self.priced_ahead and f.name == "scan" and not f.rules
                 self.result.took(replace(f, before=None, after=None) if is_counted else f)
             case Refusal():
                 self.result.declined(f)

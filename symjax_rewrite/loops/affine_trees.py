@@ -7,6 +7,7 @@ that a tree is replaced only where all its loops run as kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found
@@ -71,7 +72,8 @@ class AffineTrees(LoopPass):
                 taken.append((d, f"{what} runs as {form}", seconds))
         loops = as_loops(around, [d for d, _, _ in taken])
         for (_, reason, seconds), parts in zip(taken, loops, strict=True):
-            yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
+            made = candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
+            yield replace(made, prices_ahead=form == "kernels")
 
 
 def _seconds_of_kernels(

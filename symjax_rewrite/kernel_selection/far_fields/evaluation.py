@@ -370,7 +370,7 @@ def _apart(points: Sorted) -> dict[tuple[int, int], Array]:
     return out
 
 
-def _by_cell(grid: Grid, place: SortedPoints, room: int) -> tuple[Array, Array]:
+def _by_cell(place: SortedPoints, room: int) -> tuple[Array, Array]:
     """Return the places of the points of each cell [cells, room], and True where there is one."""
     at = place.starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)
     real = at < place.starts[1:, None]
@@ -379,7 +379,7 @@ def _by_cell(grid: Grid, place: SortedPoints, room: int) -> tuple[Array, Array]:
 
 def _moments(grid: Grid, columns: SortedPoints, q: Array) -> Array:
     """Return the charges of each cell at its nodes: [cells, features, nodes]."""
-    at, real = _by_cell(grid, columns, grid.columns)
+    at, real = _by_cell(columns, grid.columns)
     weights = chebyshev.basis(grid.order, columns.unit)[at]  # [cells, room, dims, order]
     data = jnp.where(real[..., None], q[at], 0)
     for d in range(grid.dims - 1):
@@ -465,7 +465,7 @@ def _raised(x: Array, power: Fraction) -> Array:
 
 def _interpolated(grid: Grid, rows: SortedPoints, expansion: Array) -> Array:
     """Return an expansion at the points of each cell: [rows, features], sorted by cell."""
-    at, real = _by_cell(grid, rows, grid.rows)
+    at, real = _by_cell(rows, grid.rows)
     weights = chebyshev.basis(grid.order, rows.unit)[at]  # [cells, room, dims, order]
     cells, feats, _ = expansion.shape
     data = expansion.reshape(cells, -1, grid.order)

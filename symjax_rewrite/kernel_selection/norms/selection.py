@@ -190,7 +190,7 @@ class _NormSelection:
         again = _read_elsewhere(t, need, members[0], made)
         before, after = norm, norm if again else 0.0
         for route in made:
-            before += sum(self._written(t, p, value, size) for p in route.parts)
+            before += sum(self._written(p, value, size) for p in route.parts)
             after += _kernel_price(t, route, d)[0]
         gain = before / after
         text = _count(made, members)
@@ -200,7 +200,7 @@ class _NormSelection:
             text = Obstacle.COST(f"{too_slow(gain, least)}{also}")
         return (before, after), text
 
-    def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:
+    def _written(self, p: NormPart, value: int, size: Any) -> float:
         """Return seconds of a part's products and of its epilogue, as written."""
         d, spec = self.device, p.spec
         products = [size(m.cls) for m in p.members]
