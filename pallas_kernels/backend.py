@@ -336,18 +336,19 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 
 
 def cost_estimate(
-    flops: int | None, operands: Sequence[Any], results: Sequence[Any]
+    flops: int | None, operands: Sequence[Any], results: Sequence[Any], steps: int = 0
 ) -> pl.CostEstimate | None:
     """Return the cost of a kernel for reports: FLOPs and the bytes of its arrays, each once.
 
-    flops: of products and weighted sums, 2mnk; None where they depend on data.
+    flops: of products and weighted sums, 2mnk; None where they depend on data. steps: elementwise,
+    of a scan.
     """
     if flops is None:
         return None
     from jax.experimental import pallas as pl  # slow to import, so imported on first use
 
     moved = bytes_of((*operands, *results))
-    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
+    return pl.CostEstimate(flops=flops, transcendentals=steps, bytes_accessed=moved)
 
 
 def power_of_two(size: int, least: int = 1) -> int:

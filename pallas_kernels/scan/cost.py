@@ -158,17 +158,17 @@ def _seconds_busy(
     instructions: for a step of arithmetic on one element of a state.
     """
     idle = max(device.multiprocessors / max(programs, 1), 1.0)
-    steps = spec.length * math.prod(spec.state_shape) * _element_steps(spec)
     moved = sum(x.size * x.dtype.itemsize for x in spec.avals)
     moved += sum(math.prod(s) * jnp.dtype(d).itemsize for s, d in result_shapes(spec))
-    work = idle * steps * instructions / device.elementwise_per_s
+    work = idle * elementwise_steps(spec) * instructions / device.elementwise_per_s
     return work, idle * moved / device.bytes_per_s
 
 
-def _element_steps(spec: ScanSpec) -> float:
-    """Return the elementwise steps of a scan for one element of one state."""
+def elementwise_steps(spec: ScanSpec) -> int:
+    """Return the elementwise steps of a scan that computes its coefficients once."""
     names = [n for n in _operations(spec) if n not in UNCOUNTED]
-    return sum(4.0 if n in SLOW_MAPS else 1.0 for n in names) + 2 * (1 + len(spec.readouts))
+    steps = sum(4 if n in SLOW_MAPS else 1 for n in names) + 2 * (1 + len(spec.readouts))
+    return spec.length * math.prod(spec.state_shape) * steps
 
 
 def block_steps(spec: ScanSpec) -> int:

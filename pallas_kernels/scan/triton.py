@@ -141,6 +141,7 @@ def scan_triton(
         "compiler_params": plgpu.CompilerParams(num_warps=cut.warps, num_stages=1),
         "interpret": interpret,
     }
+    flops, steps = scan_cost.sums_flops(spec), scan_cost.elementwise_steps(spec)
     maps: Sequence[Array] = ()
     if sweep.grid[1] > 1:
         one = jax.ShapeDtypeStruct((sweep.grid[1], *spec.state_shape), carried(spec))
@@ -150,7 +151,7 @@ def scan_triton(
             in_specs=reads,
             out_specs=[block, block],
             out_shape=[one, one],
-            cost_estimate=cost_estimate(0, operands, [one, one]),
+            cost_estimate=cost_estimate(0, operands, [one, one], steps),
             name="scan_maps",
             **options,
         )(*operands)
@@ -161,7 +162,7 @@ def scan_triton(
         in_specs=reads,
         out_specs=[sweep.block(a) for a in sweep.written_axes()],
         out_shape=written,
-        cost_estimate=cost_estimate(scan_cost.sums_flops(spec), [*operands, *maps], written),
+        cost_estimate=cost_estimate(flops, [*operands, *maps], written, steps),
         name="scan",
         **options,
     )(*operands, *maps)

@@ -329,13 +329,14 @@ class ScanFacts:
     steps: StepLoops | None = quantity("group", "scans as loops over their steps", FACT, None)
     chunks: ChunkedMatrices | None = quantity("group", "loops of matrix states", FACT, None)
     kernel_instructions: float = quantity(
-        "1", "instructions of a GPU kernel for a step of arithmetic: 35 for a selective scan's 10",
-        ON_GPU, 3.5,
+        "1", "instructions of each GPU kernel of a scan for an elementwise step: 0.93 in SASS of a "
+        "selective scan, at an assumed 0.6 of the rate of the datasheet",
+        ON_GPU, 1.55,
     )  # fmt: skip
     one_pass_instructions: float = quantity(
-        "1", "as `kernel_instructions`, of the kernel by jax-triton: 1.55 times as many in SASS; "
+        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS, at 0.6; "
         "`auto` takes that kernel where this is measured",
-        ON_GPU, 5.5,
+        ON_GPU, 2.27,
     )  # fmt: skip
     step_latency_s: float = quantity(
         "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", ON_GPU, 5e-8

@@ -194,21 +194,7 @@ class Fusion:
             self.stepped[v, axis] = y
             loop.results[k] = ("dropped", None)
             self._read_inside(v, axis)
-        self._drop_results()
-
-    def _drop_results(self) -> None:
-        """Remove dropped results; stack only the values that the other results read."""
-        loop = self.loop
-        kept = [(v, r) for v, r in zip(loop.makes, loop.results, strict=True) if r[0] != "dropped"]
-        used: dict[int, int] = {}
-        loop.makes, loop.results = [v for v, _ in kept], []
-        for _, (kind, what) in kept:
-            if kind == "ys":
-                what = used.setdefault(what, len(used))
-            elif kind in ("stored", "kept", "at"):
-                what = (used.setdefault(what[0], len(used)), *what[1:])
-            loop.results.append((kind, what))
-        loop.ys = [loop.ys[k] for k in used]
+        drop_results(loop)
 
     def _user_axis(self, e: Equation, v: int, axis: int) -> int | None:
         """Return the axis of a user's result that corresponds to a stacked result's axis."""
@@ -295,6 +281,20 @@ class Fusion:
                 self.loop.makes.append(w)
                 self.loop.results.append(("kept", (len(self.loop.ys), out, False)))
                 self.loop.ys.append(made)
+
+
+def drop_results(loop: Loop) -> None:
+    """Remove dropped results; stack only the values that the other results read."""
+    kept = [(v, r) for v, r in zip(loop.makes, loop.results, strict=True) if r[0] != "dropped"]
+    used: dict[int, int] = {}
+    loop.makes, loop.results = [v for v, _ in kept], []
+    for _, (kind, what) in kept:
+        if kind == "ys":
+            what = used.setdefault(what, len(used))
+        elif kind in ("stored", "moved", "kept", "at"):
+            what = (used.setdefault(what[0], len(used)), *what[1:])
+        loop.results.append((kind, what))
+    loop.ys = [loop.ys[k] for k in used]
 
 
 def _in_order(equations: list[Equation]) -> list[Equation]:

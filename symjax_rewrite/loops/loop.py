@@ -39,15 +39,19 @@ class Source:
     step: int = 1
     kept: bool = False
 
-    def stacked(self, array: Any, length: int) -> Any:
-        """Return the entries of all steps, steps first."""
+    def entries(self, array: Any, length: int) -> Any:
+        """Return the entries of all steps, in stored order along the axis that they are of."""
         whole = self.start == 0 and self.step == 1 and array.shape[self.axis] == length
         if not whole:
             first, last = sorted((self.start, self.start + self.step * (length - 1)))
             array = lax.slice_in_dim(array, first, last + 1, abs(self.step), self.axis)
             if self.step < 0:
                 array = lax.rev(array, (self.axis,))
-        array = jnp.moveaxis(array, self.axis, 0)
+        return array
+
+    def stacked(self, array: Any, length: int) -> Any:
+        """Return the entries of all steps, steps first."""
+        array = jnp.moveaxis(self.entries(array, length), self.axis, 0)
         return jnp.expand_dims(array, self.axis + 1) if self.kept else array
 
 
@@ -101,8 +105,9 @@ class Loop:
     the loop computes.
 
     results: how each outer value is computed: ("final", carry), ("ys", k), ("stored", (k, Stored)),
-    ("number", number), ("outer", value), ("kept", (k, axis, reversed)) if the steps' results have
-    the axis of the steps, and ("at", (k, i)) for the result of one step.
+    ("number", number), ("outer", value), ("moved", (k, axis)) with the steps along that axis,
+    ("kept", (k, axis, reversed)) if the steps' results have this axis, of size one, and
+    ("at", (k, i)) for the result of one step.
 
     outside_bytes: bytes of its operands and results. condition: of a `while` that does not count,
     with the outer values that the condition reads first. packed: the dtypes of `ys` that are
@@ -207,6 +212,7 @@ class Loop:
             "ys": lambda k: ys[k],
             "stored": lambda what: what[1].placed(ys[what[0]], read(what[1].base)),
             "number": jnp.asarray,
+            "moved": lambda what: jnp.moveaxis(ys[what[0]], 0, what[1]),
             "kept": lambda what: kept(*what),
             "at": lambda what: ys[what[0]][what[1]],
             "outer": read,

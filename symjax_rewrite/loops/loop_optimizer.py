@@ -36,6 +36,7 @@ from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import find_pairs, pair_parts
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
+from symjax_rewrite.loops.storage_order import in_stored_order
 from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
@@ -248,9 +249,10 @@ class LoopSearch:
         if found is None:
             return
         loop, saved = found
-        kernel, why = self._kernel(loop)
+        stored = in_stored_order(loop, self.around) if self.device.runs_pallas else loop
+        kernel, why = self._kernel(stored)
         if kernel is not None:
-            yield _routed(e.eqn, loop, kernel, why)
+            yield _routed(e.eqn, stored, kernel, why)
             return
         fold = stream_fold(loop, self.device) if self.reorders and BATCHING in self.passes else None
         if fold is not None:

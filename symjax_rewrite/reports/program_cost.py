@@ -279,7 +279,8 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
     avals: list[Any] = [v.aval for v in eqn.invars]
     dtype = next((str(a.dtype) for a in avals if hasattr(a, "dtype")), "float32")
     products = estimate.flops / device.peak(dtype)
-    others = estimate.transcendentals / device.elementwise_per_s
+    steps = estimate.transcendentals * device.scans.kernel_instructions  # of a scan
+    others = steps / device.elementwise_per_s
     moved = estimate.bytes_accessed
     return Traffic(moved, max(products, others, moved / device.bytes_per_s) + device.launch_s, 1)
 

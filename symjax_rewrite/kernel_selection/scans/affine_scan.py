@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.codegen.step_evaluation import handlers
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
@@ -29,18 +27,15 @@ from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import cone, makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import dtype_kind, quantizes
-from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, value
+from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, product, value
 from symjax_rewrite.ir.step_program import (
-    Handler,
-    Handlers,
-    Step,
     StepProgram,
     key_of,
     place_in,
-    run,
 )
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.scans.affine_steps import coefficients_of, reading_of
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_state import terms_of
 from symjax_rewrite.loops.carry_dependence import DIAGONAL, SUM, groups_of, is_zero
@@ -64,16 +59,6 @@ TIME = "t"
 
 class NotAScanError(Exception):
     """Loop that is no scan, with the reason (internal)."""
-
-
-class AffinePair(NamedTuple):
-    """Affine form a·h + b; `a` is None where h does not occur, and `b` where nothing is added.
-
-    A zero `b` in place of None would become NaN if it were divided by zero.
-    """
-
-    a: Any
-    b: Any
 
 
 def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
@@ -118,16 +103,21 @@ class ScanKernel:
                 array = jnp.asarray(read(carry.start))
                 if array.size != math.prod(shape):
                     array = jnp.broadcast_to(array, avals[v].shape)
+            elif v in values.loop.sources:
+                source = values.loop.sources[v]
+                array = source.entries(jnp.asarray(read(source.value)), loop.length)
             else:
                 array = jnp.asarray(steps[v] if v in steps else known[v])
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = jax_internals.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
         known.pop(carry.inner, None)  # `steps` holds the state of every step
-        for v, y, readout in zip(self.read_out, ys, self.spec.readouts, strict=True):
-            if readout.total:
+        axes = result_axes(self.spec)
+        for v, y, names in zip(self.read_out, ys, axes[: len(ys)], strict=True):
+            if TIME not in names:
                 known[v] = lax.reshape(y, avals[v].shape)
             else:
+                y = jnp.moveaxis(y, names.index(TIME), 0)
                 steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         values.run_all(self.tail)
         return lax.reshape(last, avals[carry.inner].shape)
@@ -367,9 +357,35 @@ class _ScanBuilder:
             raise NotAScanError("an operand is read along a diagonal")
         if any(i >= len(self.indices) for i in order):
             raise NotAScanError("an operand has an axis that the states have not")
-        steps = v in self.loop.sources or v in self.loop.counters
-        axes = (*[TIME] * steps, *[f"s{i}" for i in order])
-        return place_in(self.operands, (v, axes))
+        axes = [f"s{i}" for i in order]
+        if v in self.loop.sources or v in self.loop.counters:
+            source = self.loop.sources.get(v)
+            axes.insert(self._place_of_time(v, source.axis if source else 0), TIME)
+        return place_in(self.operands, (v, tuple(axes)))
+
+    def _place_of_time(self, v: int, axis: int) -> int:
+        """Return the place of the steps among the indices of all steps of a value.
+
+        axis: the same in the array of all steps.
+        """
+        sizes = self.t.sizes[v]
+        before = product(map(from_jax, self.loop.body.avals[v].shape[:axis]))
+        return next(k for k in range(len(sizes) + 1) if product(sizes[:k]) == before)
+
+    def _axis_written(self, y: int) -> int:
+        """Return the axis of the steps in the results of the loop that hold a value, or are of it.
+
+        It is that of all results if no result holds the value itself, and 0 if they differ.
+        """
+        loop, axes = self.loop, []
+        for kind, what in loop.results:
+            if kind == "ys":
+                axes.append((loop.ys[what], 0))
+            elif kind in ("moved", "kept", "stored"):
+                axes.append((loop.ys[what[0]], what[1].axis if kind == "stored" else what[1]))
+        found = {axis for v, axis in axes if v == y} or {axis for _, axis in axes}
+        axis = found.pop() if len(found) == 1 else 0
+        return axis if axis <= len(loop.body.avals[y].shape) else 0
 
     def counted(self, ref: Ref) -> tuple[int, int] | int | None:
         """Return a counter as its start and step, or as the only step where it is true."""
@@ -407,8 +423,9 @@ class _ScanBuilder:
         program = self._steps(placed, out).product(dtype).reading()
         factor = self._factor(self._factors(placed, out), out) if bound else None
         over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
-        left = tuple(f"s{place[i]}" for i in range(width))
-        return Readout(program, over, axes=(TIME, *left), dtype=dtype, factor=factor)
+        axes = [f"s{place[i]}" for i in range(width)]
+        axes.insert(self._place_of_time(y, self._axis_written(y)), TIME)
+        return Readout(program, over, axes=tuple(axes), dtype=dtype, factor=factor)
 
     def _place(self, tops: list[Ref], out: Ref) -> dict[int, int]:
         """Return the map from indices of a result, or of its sum, to indices of the state."""
@@ -516,83 +533,16 @@ class _ScanSteps(StepProgram):
 
     def coefficients(self) -> ScanProgram:
         """Return the last step as `fun(values, t) -> (a, b)`."""
-        return self._as(_coefficients(self.steps, self.scan.t.primitives), ("scan", True))
+        return self._as(coefficients_of(self.steps, self.scan.t.primitives), ("scan", True))
 
     def reading(self) -> ScanProgram:
         """Return the last step as `fun((before, after), values, t)`."""
-        return self._as(_reading(self.steps, self.scan.t.primitives), ("scan", False))
+        return self._as(reading_of(self.steps, self.scan.t.primitives), ("scan", False))
 
     def factor(self) -> ScanProgram:
         """Return the last step, which reads no state, as `fun(values, t)`."""
-        fun = _reading(self.steps, self.scan.t.primitives)
+        fun = reading_of(self.steps, self.scan.t.primitives)
         return self._as(lambda values, t: fun((None, None), values, t), ("factor",))
 
     def _as(self, fun: Callable[..., Any], kind: tuple) -> ScanProgram:
         return ScanProgram(fun, tuple(self.reads), key=(*kind, key_of(self.steps)))
-
-
-def _operands(values: tuple, t: Any, primitives: dict[str, Any], **states: Any) -> Handlers:
-    """Return handlers of steps that read operands and step numbers."""
-
-    def count(counted: tuple[int, int] | int, args: Any, dtype: str) -> Any:
-        if isinstance(counted, int):
-            return t == counted
-        first, step = counted
-        return (first + step * t).astype(dtype)
-
-    return handlers(
-        primitives, value=lambda number, args, dtype: values[number], count=count, **states
-    )
-
-
-def _coefficients(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable[..., Any]:
-    """Return the steps as `fun(values, t) -> (a, b)`."""
-
-    def fun(values: tuple, t: Any) -> tuple[Any, Any]:
-        free = _operands(values, t, primitives)
-
-        def unmoved(handler: Handler) -> Handler:
-            return lambda data, args, dtype: AffinePair(None, handler(data, args, dtype))
-
-        pairs = {kind: unmoved(handler) for kind, handler in free.items()}
-        pairs["before"] = lambda data, args, dtype: AffinePair(np.ones((), dtype), None)
-        pairs["apply"] = partial(_apply_pairs, free["apply"])
-        zero = np.zeros((), steps[-1].dtype)
-        a, b = (zero if x is None else x for x in run(steps, pairs)[-1])
-        return a, b
-
-    return fun
-
-
-def _apply_pairs(handler: Handler, what: tuple, args: list[AffinePair], dtype: str) -> AffinePair:
-    """Return a term of a·h + b's: sums, and products with terms without h, act on both parts."""
-    op, attr = what
-
-    def of(values: list[Any]) -> Any:
-        return handler(what, values, dtype)
-
-    if all(p.a is None for p in args):
-        return AffinePair(None, of([p.b for p in args]))
-    if op == ADD or (op == MAP and attr[0] == "select_n"):
-        zero = np.zeros((), dtype)
-        first = [args[0].b] if op == MAP else []
-        slopes, offsets = (
-            [zero if x is None else x for x in part]
-            for part in zip(*args[len(first) :], strict=True)
-        )
-        scaled = all(p.b is None for p in args[len(first) :])
-        return AffinePair(of([*first, *slopes]), None if scaled else of([*first, *offsets]))
-    slope = of([p.b if p.a is None else p.a for p in args])
-    return AffinePair(slope, None if any(p.b is None for p in args) else of([p.b for p in args]))
-
-
-def _reading(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable[..., Any]:
-    """Return the steps as `fun((before, after), values, t)`."""
-
-    def fun(states: tuple, values: tuple, t: Any) -> Any:
-        def state(k: int) -> Any:
-            return lambda data, args, dtype: states[k].astype(dtype)
-
-        return run(steps, _operands(values, t, primitives, before=state(0), after=state(1)))[-1]
-
-    return fun

@@ -104,5 +104,6 @@ def _scan(
         consts=loop.consts | {v: v for v in early if not level[v]},
         sources=loop.sources | sources,
         ys=list(part.ys),
+        results=[],
     )
     return scan_of(inner, kernels, device, assume, moved)

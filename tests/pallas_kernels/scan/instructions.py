@@ -67,20 +67,25 @@ def longest_loop(ptx: str) -> int:
     return max(lengths)
 
 
-def main() -> None:
-    """Print the instructions of every kernel."""
+def per_element() -> dict[str, list[float]]:
+    """Return the instructions of the kernels of every backend, per element of state."""
     spec, _ = without_ones(SPEC)
     with described("H200"):
         cut, block = triton_cut(spec), block_of(spec)
         kernel = OnePassKernel(spec, block)
         elements = kernel.groups * block.states * block.length * block.lanes / (32 * block.warps)
     rows, states = Sweep.of(spec, cut).tile
-    for name, texts, count in (
-        ("triton", ptx_of_xla(), rows * states * cut.unroll / (32 * cut.warps)),
-        ("jax_triton", ptx_of_jax_triton(), elements),
-    ):
-        loops = [longest_loop(text) / count for text in texts]
-        print(f"{name}: {' + '.join(f'{n:.1f}' for n in loops)} = {sum(loops):.1f} per element")
+    by_triton = rows * states * cut.unroll / (32 * cut.warps)
+    return {
+        "triton": [longest_loop(text) / by_triton for text in ptx_of_xla()],
+        "jax_triton": [longest_loop(text) / elements for text in ptx_of_jax_triton()],
+    }
+
+
+def main() -> None:
+    """Print the instructions of every kernel."""
+    for name, counts in per_element().items():
+        print(f"{name}: {' + '.join(f'{n:.1f}' for n in counts)} = {sum(counts):.1f} per element")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import DEVICES
+from symjax_rewrite.pallas_kernels.scan.cost import elementwise_steps, states_bytes
 from symjax_rewrite.pallas_kernels.scan.one_pass import expressible, kernel_of
 from symjax_rewrite.pallas_kernels.scan.scan import scan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import (
@@ -27,6 +29,7 @@ from symjax_rewrite.pallas_kernels.scan.selective_scan import (
     selective_scan,
 )
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference
+from tests.pallas_kernels.scan import instructions
 from tests.pallas_kernels.scan.test_lowering import ALL, TUNED, half, sequential
 from tests.pallas_kernels.scan.triton_interpreter import INTERPRETED, overflowing
 
@@ -118,6 +121,21 @@ def test_forward_is_one_kernel_without_temporaries(compile_h200):
     compiled = compile_h200(lambda *xs: scan(spec, *xs, backend="jax_triton"), *spec.avals)
     assert compiled.as_text().count('custom_call_target="triton_kernel_call"') == 1
     assert compiled.memory_analysis().temp_size_in_bytes <= 64  # the tuple of results
+
+
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+def test_predictions_are_of_the_instructions_in_sass():
+    """Figures are these counts at 0.6 of the datasheet's rate."""
+    kernel_of.cache_clear()
+    found, facts = instructions.per_element(), DEVICES["h200"].scans
+    steps = elementwise_steps(instructions.SPEC) / states_bytes(instructions.SPEC) * 4
+    (in_one_pass,), in_chunks = found["jax_triton"], found["triton"]
+    assert in_one_pass < sum(in_chunks) and len(in_chunks) == 2
+    for counts, figure in (
+        (in_chunks, 2 * facts.kernel_instructions),
+        ([in_one_pass], facts.one_pass_instructions),
+    ):
+        assert sum(counts) == pytest.approx(0.6 * figure * steps, rel=0.1)
 
 
 def test_gradients_and_batches_run_the_kernel(lower):
