@@ -82,7 +82,7 @@ def _seconds_of_kernels(
     """Return the seconds of each tree and of its share of the kernels instead.
 
     All trees are replaced at once, so that many layers are one try. None if a loop is no kernel, or
-    if loops of two trees wait for each other (a backward loop also computes what reads its states).
+    if loops of two trees wait for each other (a backward loop also computes readers of its states).
     Kernels that the user names have no predicted seconds.
     """
     program, device = around.program, context.device

@@ -70,7 +70,7 @@ def _candidate(e: Equation, bodies: Sequence[tuple[Any, int]]) -> Candidate:
 def _with_kernels(e: Equation, sinkable: Sinkable, context: Context) -> Candidate | None:
     """Return an equation that computes some operands itself, where its body then has a fold.
 
-    The fold evaluates masks and biases in its kernel, where it would read an array of all pairs.
+    The fold then evaluates masks and biases in its kernel, and reads no array of all pairs.
     """
     changed = with_sunk_operands(e, sinkable)
     if changed is None:

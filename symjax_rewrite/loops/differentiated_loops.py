@@ -199,7 +199,7 @@ class _LoopAndGradient:
     def is_derived(self, known: ValueNumbers, numbered: dict[int, int]) -> bool:
         """Return True if JAX makes the backward loop of the loop; find the cotangents.
 
-        JAX computes what is equal in all steps before the loop, and differentiates it in the steps.
+        JAX computes loop-invariant values before the loop, and differentiates them in the steps.
         So the maker of an operand is sunk into the steps where its cotangent is not found.
         """
         makers = self.around.makers

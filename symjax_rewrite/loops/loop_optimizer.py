@@ -154,7 +154,7 @@ class LoopSearch:
         self.around = Surroundings(program)
 
     def every(self) -> Iterator[Found]:
-        """Yield what is found in trees of steps, equal steps, pairs of loops, and other loops."""
+        """Yield candidates and refusals for trees, equal steps, pairs of loops, and loops."""
         yield from self.trees()
         for unrolled in find_unrolled(self.around) if self.reorders and not self.light else ():
             yield self._unrolled(unrolled)
@@ -166,12 +166,12 @@ class LoopSearch:
         yield from self.loops(paired)
 
     def trees(self) -> Iterator[Found]:
-        """Yield what is found in trees of affine steps."""
+        """Yield candidates and refusals for trees of affine steps."""
         for prefix in find_prefixes(self.program) if FUSION in self.passes else ():
             yield from self._tree(prefix)
 
     def loops(self, besides: Collection[int] = ()) -> Iterator[Found]:
-        """Yield what is found in the loops of the program, except those whose ids are given."""
+        """Yield candidates and refusals for the loops, except loops whose ids are given."""
         for e in self.program.equations:
             if e.name in LOOPS and id(e.eqn) not in besides:
                 yield from self._loop(e)
@@ -218,7 +218,8 @@ class LoopSearch:
         elif seconds is None:
             if why:
                 yield refused(why, eqn)
-            yield refused(Obstacle.CONFLICT("a tree is predicted to be faster here"), eqn)
+            reason = f"as a loop, each of its {prefix.length} steps would be a launch"
+            yield refused(Obstacle.CONFLICT(reason), eqn)
         else:
             reason = f"a tree of {prefix.length} steps runs as a loop"
             part = loop_part(loop, Motion(), eqn)
@@ -244,7 +245,7 @@ class LoopSearch:
         return candidate(loop_part(loop, motion), *joined, names=_names(motion))
 
     def _loop(self, e: Equation) -> Iterator[Found]:
-        """Yield a cheaper form of one loop, and what is refused."""
+        """Yield a cheaper form of one loop, and refusals."""
         found = self._fused(e)
         if found is None:
             return
@@ -400,7 +401,7 @@ def _routed(
 ) -> Candidate:
     """Return a loop that runs as a kernel, with other parts of the same change.
 
-    seconds: predicted, of what is written and of the kernel; those of the kernel if left out.
+    seconds: predicted, as written and of the kernel; by default the kernel's own.
     """
     seconds = seconds or getattr(kernel, "seconds", None)
     part = part_of(eqn, loop.outer_values(), loop.makes, kernel.run)

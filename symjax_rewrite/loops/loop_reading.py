@@ -93,7 +93,7 @@ def _count(
 
 
 def numbers_of(body: Program, carry: Carry, count: Any) -> np.ndarray | None:
-    """Return the first numbers of a counter, in its dtype; None if it is none or overflows.
+    """Return the first numbers of a counter, in its dtype; None if it is no counter, or overflows.
 
     A symbolic count has no numbers.
     """

@@ -1,10 +1,10 @@
-"""Carries that follow a monoid: the step adds to the state what it makes of the identity.
+"""Carries that follow a monoid: a step combines the state with its own value at the identity.
 
 A step c ← f(c, x) adds a state of a monoid if f(c, x) = c ∘ f(identity, x). Then the last state is
 the first, combined with f(identity, x_t) of all t, which are computed at once. The equation is
-tested exactly (`exact_steps`), so that no spelling need be known: a running log-sum-exp, an online
-softmax with its values, the place of the best so far, and running moments are found alike. A
-counter that steps by one can stand for the count of a mean.
+tested exactly (`exact_steps`), so that no spelling need be known. Examples are a running
+log-sum-exp, an online softmax with its values, the place of an extremum, and running moments. A
+counter that steps by one can be the count of a mean.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class MonoidFold:
     def _emptied(self, x: Any, base: int, states: dict[int, Any], firsts: dict[int, Any]) -> Any:
         """Return states that are zero where their base is an identity.
 
-        If the loop starts from an identity, the state of the first step is the one that the loop
-        computes, with its NaN for nothing.
+        If the loop starts from an identity, the state of the first step stays as the loop computes
+        it: it may be NaN.
         """
         if base == COUNT:
             return x
@@ -249,7 +249,7 @@ class _CarryReader:
         yield from product(*choices)
 
     def _holds(self, f: Follows) -> bool:
-        """Return True if the step adds to a carry, by the monoid, what it makes of the identity."""
+        """Return True if a step combines the carry with the step's value at the identity."""
         before, after = self._states(None), self._states(f)
         out = _next_state(self.loop, f.carry)
         own = making(self.equations, [out], set())
@@ -285,7 +285,7 @@ class _CarryReader:
         return env
 
     def _pair(self, b: int, before: dict, after: dict, like: Any) -> tuple[Any, Any]:
-        """Return a base before a step and what the step adds to it."""
+        """Return a base before a step, and the value that the step combines it with."""
         ndim = (like if isinstance(like, np.ndarray) else like.end).ndim
         if b == COUNT:
             return aligned(self.n, ndim), aligned(self.sampler.constant(1), ndim)

@@ -1,4 +1,4 @@
-"""The work that leaves a loop: how it runs once, before or after the steps, and what it costs.
+"""Work that leaves a loop: run once, before all steps or after all steps, and its price.
 
 `hoisting` decides what leaves. A carry that only accumulates products of every step, such as the
 gradient of a weight, is one product with the steps among its summed indices. The accumulator is

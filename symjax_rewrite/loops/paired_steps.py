@@ -42,7 +42,7 @@ from symjax_rewrite.rewriting.rule import RECOMPUTATION, REDUNDANCY
 
 
 class PairedSteps(LoopPass):
-    """Optimises the bodies of loops together with those of their backward loops."""
+    """Optimises the body of a loop and the body of its backward loop together."""
 
     name = "paired_steps"
 
@@ -85,9 +85,10 @@ FIXED, STEP, CARRY, COTANGENT = "fixed", "step", "carry", "cotangent"
 
 
 class _Half:
-    """One of the two loops: the slot of each operand of its body, and what is computed for them.
+    """One of the two loops.
 
-    leaves: the slots that the body reads once `equations` compute its large fixed operands.
+    slots: of each operand of its body. equations: those that compute large fixed operands. leaves:
+    the slots that the body and these equations read.
     """
 
     def __init__(self, e: Equation, carry: str, sinkable: Sinkable) -> None:
@@ -121,8 +122,8 @@ class _Pair:
     """A loop and its backward loop.
 
     hidden: the stacked results of the loop that only the backward loop reads, step by step. public:
-    the other stacked results. known, late: the slots of the joint program, with their avals: those
-    of a forward step, and those of a backward step alone.
+    the other stacked results. known, late: the slots of the joint program, with their avals: of
+    a forward step, and of a backward step alone.
     """
 
     def __init__(
@@ -155,9 +156,9 @@ class _Pair:
     def joint(self) -> ClosedJaxpr:
         """Return the program of a forward step and the backward step that reads its residuals.
 
-        It maps known, then late operands to the results of the forward step, but for the hidden
-        ones, then those of the backward step. A barrier makes the late operands depend on the
-        forward step, so that no kernel computes results of both.
+        Its operands are the known and the late slots. Its results are the forward step's that are
+        not hidden, and the backward step's. A barrier makes the late operands depend on
+        the forward step, so that no kernel computes results of both.
         """
         stacked = self.there.e.outvals[self.there.count :]
 

@@ -1,10 +1,9 @@
 """Loops that only fold a stream: their last states are computed from all steps at once.
 
-The k best of the values seen, `top_k(concat(c, x_t))`, are the k best of the start and all x: the k
-best of some values and others are the k best of all of them, and a stable selection keeps the order
-of equal values. Values that are taken at the places of the best (their indices) are taken with
-them. `monoid_carries` reads carries that follow a monoid: sums, extrema and what is kept with them,
-log-sum-exp, moments.
+A carry c ← top_k(concat(c, x_t)) ends as the top k of its start and all x. A stable selection keeps
+the order of equal values. Values that a step takes at the selected places, such as indices, are
+taken with them. `monoid_carries` reads carries that follow a monoid: sums, extrema with values at
+their places, log-sum-exp, moments.
 
 A loop is such a fold if no result of a step is read and all of its carries are folds. Selections
 and maxima are exact; sums are rounded in another order. With folds, memory is O(stream) in place of
@@ -94,7 +93,7 @@ class RunningSelection:
         return {j.carry: env[v] for j, v in zip(self.joins, self.outs, strict=True)}
 
     def _end(self, e: Equation, whole: Any) -> Any:
-        """Return the end of a sorted array that a slice reads of the one of a step."""
+        """Return the end of a step's sorted array that a slice reads."""
         axis, count = self.joins[0].axis, shape_of(e.eqn.outvars[0])[self.joins[0].axis]
         start = 0 if e.eqn.params["start_indices"][axis] == 0 else whole.shape[axis] - count
         return lax.slice_in_dim(whole, start, start + count, axis=axis)
@@ -177,7 +176,7 @@ class _FoldReader:
         return self.makers.get(v) if isinstance(v, int) else None
 
     def are_apart(self, own: set[Equation]) -> bool:
-        """Return True if nothing else reads the carries and what the equations of folds make."""
+        """Return True if nothing else reads the carries, or results of the folds' equations."""
         inside = Counter(v for e in own for v in e.reads)
         inside.update(numbers([c.out for c in self.loop.carries]))
         made = [*self.number, *[v for e in own for v in e.outvals]]

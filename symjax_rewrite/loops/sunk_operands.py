@@ -1,8 +1,8 @@
 """Operands of loops and of remat that a step can compute itself.
 
-JAX moves what is the same in every step out of the loops that it differentiates, and users compute
-masks before a loop. The body then reads an array of all pairs, and nothing shows that it is a
-causal mask. Such an array is computed in the body again, from what it was made of.
+JAX moves loop-invariant values out of the loops that it differentiates, and users compute masks
+before a loop. The body then reads an array of all pairs, which may have been a causal mask. Such an
+array is computed in the body again, from its own operands.
 """
 
 from __future__ import annotations

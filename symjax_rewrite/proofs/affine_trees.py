@@ -3,7 +3,7 @@
 A pair (a, b) is the map h → a·h + b, and maps compose: (a₂, b₂)∘(a₁, b₁) = (a₂·a₁, a₂·b₁ + b₂). The
 composition of the steps l…h is written A[l, h], B[l, h]. Every entry of every array in a tree is
 followed as one of these, exactly: `A[m+1, h]·A[l, m] = A[l, h]` and `A[m+1, h]·B[l, m] + B[m+1, h]
-= B[l, h]`. So the tree is a proof by itself, whatever its shape. May import `ir` and `loops`.
+= B[l, h]`. So a tree of any shape is a proof by itself. May import `ir` and `loops`.
 """
 
 from __future__ import annotations

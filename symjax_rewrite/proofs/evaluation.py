@@ -1,9 +1,9 @@
-"""Numbers of normal forms: what a law says is checked at random values of the inputs.
+"""Values of normal forms, by which every application of a law is checked at random inputs.
 
     exp(x[i]) at i = 0, 2, 4  →  [1.6, 0.2, 3.1], for the x that was drawn
 
-Operations without laws count as uninterpreted functions: a law that holds for every function holds
-for the one that is chosen here.
+Operations without laws are uninterpreted functions: a law that holds for every function holds for
+the function that this module chooses.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A number of a program is a rounded real. `0.08838835` and `1/sqrt(128.)` mean one number, and so do
 `0.6931472` and `log(2.)`. A number is therefore read as the simplest real within its dtype's
-rounding: an integer, a reciprocal, a short decimal, a root, a known constant. Any other number
-stays as it is, and meets numbers that differ from it by rounding alone.
+rounding: an integer, a reciprocal, a short decimal, a root, a known constant. Any other number is
+kept, and equals the numbers of the proof that differ from it by rounding alone.
 """
 
 from __future__ import annotations

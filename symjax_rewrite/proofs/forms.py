@@ -68,7 +68,7 @@ class Form:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what is known of all values, as `FormTable.intern` takes it."""
+        """Return the facts that hold for all values, as `FormTable.intern` takes them."""
         return {name: getattr(self, name) for name in ("real", "integer", "bit", "sign", "most")}
 
 

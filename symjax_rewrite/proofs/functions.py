@@ -314,7 +314,7 @@ def mask(a: Calculus, test: Poly) -> Poly:
 
 
 def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
-    """Return a function whose only laws are those of cases, of parity and of angles."""
+    """Return a function that has the laws of cases, of parity and of angles alone."""
     if a.angle_sums and name in TRIGONOMETRIC:
         return TRIGONOMETRIC[name](a, params, *operands)
     if name in OF_TWO:

@@ -96,7 +96,7 @@ class Lifting:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[set[Condition]]:
-        """Collect the conditions of what is read meanwhile, instead of recording them."""
+        """Collect the conditions of values that are read meanwhile, instead of recording them."""
         self._now.append(set())
         yield self._now[-1]
         self._now.pop()
@@ -352,7 +352,7 @@ class Lifting:
 
 
 def facts_of(dtype: str) -> dict[str, Any]:
-    """Return what is known of all values of a dtype."""
+    """Return the facts that hold for all values of a dtype."""
     kind = dtype_kind(dtype)
     return {
         "real": kind != "c",

@@ -125,7 +125,7 @@ PLAIN = Mode()
 def normal_forms(
     closed: ClosedJaxpr, count: int, facts: Assumptions, most_laws: int, mode: Mode = PLAIN
 ) -> NormalForms:
-    """Return the normal forms of a program whose first outputs are those of f, then those of g.
+    """Return the normal forms of a program with the outputs of f, then the outputs of g.
 
     closed: the program; its other outputs are not read, they relate the axes of f and g. count: the
     number of outputs of f. facts: about sizes. most_laws: the budget, in applications of laws.

@@ -96,7 +96,7 @@ def _steps_to_size(program: Program, loop: Loop, condition: Program) -> Any:
 
 
 def _size(program: Program, v: Value) -> Any:
-    """Return the size that a value of a program is; None if it is none."""
+    """Return the size that a value of a program holds; None if it holds no size."""
     made = next((e for e in program.equations if v in e.outvals), None)
     if made is not None and made.name == "convert_element_type":
         return _size(program, made.invals[0])

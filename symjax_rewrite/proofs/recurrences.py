@@ -9,7 +9,7 @@ A step is a normal form in the carries. A carry is solved by a law of the form
 where a and b do not read carries that are unsolved. The update of an online softmax is the first
 law after a change of variables: with g(t) = exp(m(t)), `l' = l·exp(m − m') + b·exp(−m')` is
 `(l·g)' = l·g + b`, and g is never zero. Carries of another form, such as h' = tanh(W·h + x(t)), are
-the iteration of their starts and their step: equal to that of equal starts and an equal step.
+the iteration of their starts and their step. Two iterations are equal if both are equal.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _as_affine(
 
 
 def _weight(a: Calculus, factor: Poly, step: int) -> Poly | None:
-    """Return w(t) of a factor w(t)/w(t + 1), where w(t + 1) > 0; None if the factor is none.
+    """Return w(t) of a factor w(t)/w(t + 1), where w(t + 1) > 0; None for another factor.
 
     That of t/(t + 1) is t.
     """
@@ -364,7 +364,7 @@ def _group(a: Calculus, unsolved: list[Carried]) -> list[Carried]:
 def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: int) -> None:
     """Solve carries as the iteration of their step.
 
-    They stand in an order that their starts and steps tell, so that it is not that of the program.
+    Their order follows from their starts and steps, not from the order in the program.
     """
     here = leaves_of(a, carries, "solved")
     steps = {c.form: a.replaced(c.after, here) for c in group}

@@ -399,7 +399,7 @@ def with_series(a: Calculus, p: Poly) -> Poly:
 
 
 def _ratio_and_ends(a: Calculus, atom: Atom) -> tuple[tuple[Mono, Number], Poly] | None:
-    """Return the ratio q of a series f over k < n, and f(n) − f(0); None if it is none."""
+    """Return the ratio q of a series f over k < n, and f(n) − f(0); None for another series."""
     length = _range_of(a, atom)
     if length is None:
         return None

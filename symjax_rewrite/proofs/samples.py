@@ -195,7 +195,7 @@ def _dtypes(closed: ClosedJaxpr) -> list[str]:
 def _difference(
     left: np.ndarray, right: np.ndarray, allowed: float, scale: float
 ) -> tuple[int, ...] | None:
-    """Return the index of the largest difference, or None if there is none beyond rounding."""
+    """Return the index of the largest difference; None if all are within rounding."""
     if left.dtype.kind in "iub":
         wrong = left != right
         return tuple(map(int, np.argwhere(wrong)[0])) if wrong.any() else None

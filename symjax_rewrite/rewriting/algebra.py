@@ -56,8 +56,8 @@ def giving_way_to_rules(
 ) -> Iterator[Found]:
     """Yield what a pass found, but refusals of candidates where the rules save as much as they do.
 
-    What the rules save in a region is compared with what all candidates in it save. The rules run
-    later.
+    The savings of the rules in a region are compared with the sum of its candidates' savings. The
+    rules run later.
     """
     priced = [f for f in found if isinstance(f, Candidate) and f.saved_s > 0]
     made = {id(f): {v for p in f.parts for v in p.gives} | f.hidden for f in priced}

@@ -64,7 +64,7 @@ class ChoiceCost:
         return self.readers.get(cls, set())
 
     def seconds_of(self, cls: int) -> float | None:
-        """Return the seconds of the kernel that writes a class; None if there is none."""
+        """Return the seconds of the kernel that writes a class; None if no kernel does."""
         f = self.facts.get(cls)
         if f is None or f.is_free or cls not in self.written or cls in self.given:
             return None

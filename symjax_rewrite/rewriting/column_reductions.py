@@ -1,6 +1,6 @@
 """Reductions down the columns of a matrix with long rows, row by row.
 
-Σₖ X[k, …] = 1ᵀ X, and the maximum over rows is that of one row after another. XLA's CPU library
+Σₖ X[k, …] = 1ᵀ X, and a maximum over rows can be taken one row after another. XLA's CPU library
 reduces element by element, each at a stride, where a row of the result exceeds 64 KiB: ten to a
 hundred times slower, until jaxlib 0.11.0 (experiments/orientation). Means over an ensemble, and
 sums of gradients over examples or of experts' outputs, have such rows. A sum may be rounded in

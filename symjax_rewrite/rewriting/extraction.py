@@ -63,7 +63,7 @@ def extract(
 
 
 def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
-    """Return True if a node can be computed as it stands (n-ary products are split first)."""
+    """Return True if a node can be emitted; n-ary products are split first."""
     if original:
         return True
     if node.op == INVERSE:

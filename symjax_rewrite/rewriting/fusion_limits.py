@@ -1,15 +1,19 @@
-"""Values that are stored where XLA's fused code is slow, and rows that are not where a product is.
+"""Values that are stored, or not stored, where XLA's own fusion would be slow.
 
-XLA's CPU compiler fuses the operations that a reduction reads into one call of its library. The
-call takes some time for every innermost row of the array, which is long for rows of one to four
-elements, as of points in space; and it computes a product in the fusion again for every element
-that reads it. A product of matrices takes the reductions that it reads into its own call, which
-then writes what they reduce. With as many rows as columns it reduces again for its left operand,
-fused with a reader also for a square right operand, and takes up to 100 times as long (until jaxlib
-0.12). A product of rows and a vector stores the rows, a sum of products does not; but until jaxlib
-0.11 XLA makes a product of that. Until then it also sorts whole rows where a slice of a top-k is
-read that is no smaller top-k (experiments/orientation). A call computes an extremum; it reads a
-selection from memory.
+XLA's CPU compiler fuses the operations that a reduction reads into one call of its library
+(experiments/orientation).
+
+- The call takes some time for every innermost row of the array. That is long for rows of one to
+  four elements, such as points in space.
+- It computes a product in the fusion again for every element that reads the product.
+- A product of matrices takes the reductions that it reads into its own call, and writes their
+  operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
+  operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
+  times as long.
+- A product of rows and a vector stores the rows. A sum of products does not, but until jaxlib 0.11
+  XLA makes a product of it.
+- Until jaxlib 0.11, whole rows are sorted where a slice of a top-k is no smaller top-k.
+- A call computes an extremum, and reads a selection from memory.
 
 A rounding to the precision that the values have changes no value and is not fused; a barrier keeps
 a top-k one operation.
@@ -58,7 +62,7 @@ DTYPES = ("float32",)
 
 
 class FusionLimits:
-    """Pass that stores what XLA would better not fuse."""
+    """Pass that stores values which XLA fuses into slow code, and fuses values which it stores."""
 
     name = STORED
 
@@ -123,7 +127,7 @@ class Chain:
     several equations read them. width: of the shortest innermost rows of these arrays. spread:
     smaller values that are repeated to that size. computed: True if no array of that size is read
     from memory. selected: selections that are extrema. fused: False if the library lacks another
-    operation, so that XLA stores what the reduction reads.
+    operation, so that XLA stores the operand of the reduction.
     """
 
     width: int
@@ -304,9 +308,9 @@ def _weighted_rows(e: Equation, r: Fused) -> int | None:
 
 
 def _fused_sum(e: Equation, halved: bool) -> Replacement:
-    """Return a weighted sum that XLA fuses, apart from what reads it.
+    """Return a weighted sum that XLA fuses, and that no reader is fused with.
 
-    halved: it would make a product of a sum of products; a sum of sums of halves is none.
+    halved: sum twice the halves, since XLA would make a product of a plain sum of products.
     """
 
     def run(x: Any, *weights: Any) -> Any:
@@ -347,7 +351,7 @@ def _repeated_operands(e: Equation, users: Mapping[int, list[Equation]]) -> Iter
     """Yield the numbers of the operands that a product computes again where they are made of sums.
 
     These are the left operand of a square result, and a square right operand of a product that is
-    fused with what reads it.
+    fused with a reader.
     """
     if _is_square(e):
         yield 0

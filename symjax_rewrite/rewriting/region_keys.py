@@ -2,8 +2,8 @@
 
 A key has one row per class of a region, operands first. The order of a class's slots in the term
 graph follows the numbers of its operands, which differ between equal layers (the first layer reads
-the embedding). So a key orders the slots itself: the roots' by colours that depend on the content,
-and those of an operand as the first term that reads it does.
+the embedding). So a key orders the slots itself. It orders slots of the roots by colours, which
+depend on the content, and slots of an operand as the first term that reads it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LeafTag(NamedTuple):
     """The properties that distinguish inputs of regions besides sizes and dtype.
 
     frozen: it depends on frozen arguments alone. storage: the dtype that it is stored in. computed:
-    an equation of the program computes it. inlined: XLA computes it inside what reads it.
+    an equation of the program computes it. inlined: XLA computes it inside its reader.
     """
 
     frozen: bool

@@ -51,7 +51,7 @@ MOST_SINGLE = 2  # letters of a pattern that may be axes of size 1 at one place
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatternRoute:
-    """A pass that sends what is computed like a pattern to a kernel; made by `route`."""
+    """A pass that sends parts of a program that match a pattern to a kernel; made by `route`."""
 
     name: str
     shapes: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Bounds of what a search could save: a region that cannot save a share of the program needs none.
+"""Upper bounds of the savings of a search: a region with a small bound is not searched.
 
-A program of many operations on small arrays takes its time in launches, of which XLA fuses those of
-elementwise terms and reductions as it chooses. No rewriting of such terms saves a launch for sure,
-so only their arithmetic and traffic count as savings, and products with all their seconds.
+A program of many operations on small arrays takes its time in launches. XLA fuses elementwise terms
+and reductions as it chooses, so a rewriting of them saves no launch for sure. Only their arithmetic
+and traffic count as savings; of products all seconds count.
 
 A region of products and elementwise terms needs no search if no other order of its products is much
 cheaper: the products must be computed, and so must the sums beside them. Only scales could be
@@ -180,10 +180,10 @@ class _FlatProducts:
     are summed. Of a sum with one product among its terms the product counts. A result that other
     products read, or a product that is read twice, is a factor of these, or is opened: both are
     kept. Of a sum of several products each is made, if they have no common factor and no product
-    reads the sum. What a slice, concatenation or gather reads counts as a result, and what it
-    gives as an input.
+    reads the sum. Operands of slices, concatenations and gathers count as results, and their
+    results as inputs.
 
-    needed: the classes that the roots need. whole: those of which more than a part is needed.
+    needed: the classes that the roots need. whole: the classes needed as a whole.
     """
 
     def __init__(self, g: EGraph, region: Region, model: CostModel, needed: set[int]) -> None:

@@ -18,7 +18,7 @@ ABOVE, BELOW = ("ge", "gt"), ("le", "lt")
 
 
 def extremum_of(e: Equation, makers: Mapping[int, Equation]) -> str:
-    """Return "max" or "min" if a selection is that of its two cases to the bit, else "".
+    """Return "max" or "min" if a selection equals that of its two cases to the bit, else "".
 
     The cases are positive multiples of one value, selected by its sign. Both are NaN where it is,
     and the products of infinity and zeros have its sign.
@@ -45,7 +45,7 @@ def extremum_of(e: Equation, makers: Mapping[int, Equation]) -> str:
 
 
 def _slope(v: Value, x: Value, makers: Mapping[int, Equation]) -> float:
-    """Return the number of which a value is the multiple of another; 0 or NaN if it is none."""
+    """Return k if a value is k times another; 0 or NaN if it is no multiple."""
     if v == x:
         return 1.0
     maker = makers.get(v) if isinstance(v, int) else None

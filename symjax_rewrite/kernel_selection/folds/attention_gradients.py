@@ -7,10 +7,10 @@ returns the log-sum-exp in their place, and one call computes all derivatives fr
 (`pallas_kernels/fold/attention_symbols.py`), so that the folds are replaced only if they are this
 gradient.
 
-cuDNN computes Σ p·dp of a row as dO·o, of the rounded result o. That is an error of some roundings
-of dp to half precision. A program that rounds dp itself, as one that multiplies v by weights of v's
-dtype, has errors up to that size; there they differ from key to key, and here a row has one, which
-is multiplied by what its keys share. In a program that holds dp in f32 the sum loses digits.
+cuDNN computes Σ p·dp of a row as dO·o, of the rounded result o. The error is that of some roundings
+of dp to half precision. A program that rounds dp itself, such as one whose weights have the dtype
+of v, has errors up to that size. Its errors differ from key to key; cuDNN's row has one error,
+which is multiplied by the mean of its keys. In a program that holds dp in f32 the sum loses digits.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def with_gradient(
 
 @dataclass(slots=True)
 class _Attention:
-    """The first fold of a gradient, and what the others compute.
+    """The first fold of a gradient, and the derivatives that the others compute.
 
     spec: of the result and the log-sum-exp; its operands are q, k and v. inputs: their classes.
     rows: symbols of row values. out, stats: the classes of the result and of the log-sum-exp.

@@ -211,7 +211,7 @@ def _candidate(terms: Pair, cls: int, scope: Scope) -> ClusterMember | None:
 
 
 def _along_storage(m: ClusterMember, least: int) -> ClusterMember:
-    """Return a member, or the one with rows and columns exchanged, whichever reads its pairs along.
+    """Return a member, with rows and columns exchanged if its stored pairs lie that way.
 
     The exchange is free where both indices are reduced. Stored pairs are read along their rows.
     """
@@ -291,7 +291,7 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
 def _meets(found: Reduction, pair: Pair, tile: PairwiseTile, space: tuple[int, ...]) -> bool:
     """Return True if rows and columns meet in the tile, in more than a small product.
 
-    A product that is smaller than the tile and no larger than what it reads is not computed again:
+    A product that is smaller than the tile and no larger than its operands is not computed again:
     in `sum(((x @ w)[:, None] - (x @ w)[None]) ** 2, 2)`, the points `x @ w`.
     """
     t, pairs = pair.t, prod(pair.t.number(found.sizes[i]) for i in space)

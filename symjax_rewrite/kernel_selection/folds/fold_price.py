@@ -213,7 +213,7 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written.
 
-    Fresh memory is counted of what XLA's own routines store, and not of terms.
+    Fresh memory is counted for the results of XLA's own routines, and not for terms.
     """
     choice, mine, reduced, roots = written_terms(t, cluster)
     kept, folds = replace(device.memory, kept_bytes=math.inf), device.folds

@@ -246,7 +246,7 @@ class _Splitter:
         return self.spec.operands[self.spec.tile.reads[number]].axes
 
     def _place(self, number: int) -> tuple[str | None, Any]:
-        """Return the side of a value, and what it is apart from the side.
+        """Return the side of a value, and a name that it has on both sides.
 
         Raises:
             Unswappable: it is stored for every pair.

@@ -55,7 +55,7 @@ def narrowed(
 
 
 def _part_of(node: Node, ref: Ref, index: int, start: int, size: int) -> Ref | None:
-    """Return the operand of a concatenation that is exactly a slice of it."""
+    """Return the operand of a concatenation that equals a slice of it."""
     if node.op == CONCAT and ref.axes[node.attr[0]] == index:
         first = 0
         for a, length in zip(node.args, node.attr[1], strict=True):

@@ -19,9 +19,9 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, eleme
 def written_terms(
     t: TermGraph, cluster: Cluster
 ) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
-    """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
+    """Return a cluster's nodes as written, its terms, its reductions, and the values in memory.
 
-    It always writes the reductions, and the inputs of XLA's own routines.
+    These are the reductions, and the operands of XLA's own routines.
     """
     reduced = sorted({m.reduction.cls for m in cluster.members})
     mine = {
@@ -67,7 +67,7 @@ def _fuses(node: Node) -> bool:
 def is_in_library(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     """Return True if XLA computes a cluster in one call of its library, from many rows on.
 
-    Its terms must end in one result, as those of softmax(s) v, or of a difference of two softmaxes.
+    Its terms must end in one result, such as softmax(s) v, or a difference of two softmaxes.
     The library stores the terms where XLA would store them and masked scores apart.
     """
     sums = [m for m in cluster.members if m.reduction.kind == "sum"]
@@ -149,9 +149,9 @@ def rows_reduced(m: ClusterMember) -> int:
 def fused_terms(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
     """Return the elementwise classes that XLA computes in the loops that read them.
 
-    One loop computes all that it reads once. Arithmetic is repeated in several loops, a function is
-    not, nor is what two reductions read: these are calls of XLA's library. The library knows some
-    operations; it reads what others compute.
+    One loop computes all classes that are read once. XLA repeats arithmetic in several loops. It
+    stores the values of functions, and the operands of two reductions, which are calls of its
+    library. The library knows some operations, and reads the results of all others.
     """
     loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
     called: set[int] = set()  # the classes that calls of the library read, or compute

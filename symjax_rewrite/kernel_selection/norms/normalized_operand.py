@@ -211,7 +211,7 @@ def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
 def _value(
     g: EGraph, parts: list[ProductTerm], scaled: list[Ref], bound: set[int], rows: set[int]
 ) -> Ref | str | None:
-    """Return the factor x that all parts with a full factor share, or the reason there is none."""
+    """Return the factor x that all parts with a full factor share, or why there is none."""
     found: set[Ref] = set()
     for p in parts:
         mine = [f for f in p.factors if set(f.axes) & bound]

@@ -260,7 +260,7 @@ class _ScanBuilder:
         )
 
     def built(self) -> ScanSpec | str:
-        """Return the scan, or the reason that the loop is none."""
+        """Return the scan, or the reason why the loop is no scan."""
         try:
             return self.build()
         except NotAScanError as error:

@@ -1,4 +1,4 @@
-"""Running sums of what a scan kernel computes, as results of that kernel.
+"""Running sums of a scan kernel's values, as results of that kernel.
 
 The gradient of a parameter that all steps share, such as the `A` of a selective scan, is a carry
 that adds a value of every step. A kernel that computes this value adds it up in registers, so that
