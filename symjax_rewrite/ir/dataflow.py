@@ -7,7 +7,16 @@ from: for the classes of a term graph (`class_operands`), or the numbered values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,21 +60,23 @@ def cone(
     return seen
 
 
+def walk(roots: Iterable[T], operands: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yield the roots and everything they are computed from, each once, the nearest first."""
+    found = [*dict.fromkeys(roots)]
+    seen = {*found}
+    for x in found:
+        yield x
+        for y in operands(x):
+            if y not in seen:
+                seen.add(y)
+                found.append(y)
+
+
 def reaches(
     roots: Iterable[T], operands: Callable[[T], Iterable[T]], targets: Container[T]
 ) -> bool:
     """Return True if a root is one of the targets or is computed from one."""
-    seen = {*roots}
-    stack = list(seen)
-    while stack:
-        x = stack.pop()
-        if x in targets:
-            return True
-        for y in operands(x):
-            if y not in seen:
-                seen.add(y)
-                stack.append(y)
-    return False
+    return any(x in targets for x in walk(roots, operands))
 
 
 def postorder(

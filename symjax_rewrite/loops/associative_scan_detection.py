@@ -3,9 +3,8 @@
 The tree of steps h ← a·h + b has slices, pads, concatenations, products and sums. Every array entry
 in it is therefore a polynomial of the entries of a and b, for every shape of the tree. The
 polynomials are evaluated exactly at random points of a prime field, and an array that satisfies
-h_t = a_t·h_{t-1} + b_t at these points is taken for the states (Schwartz 1980; Zippel 1979,
-"Probabilistic algorithms for sparse polynomials"). The probability of a wrong answer is below 1e-16
-at 2¹⁶ steps.
+h_t = a_t·h_{t-1} + b_t at these points is taken for the states (`prime_field`). The probability of
+a wrong answer is below 1e-16 at 2¹⁶ steps.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.loops.fusion import Surroundings
+from symjax_rewrite.loops.prime_field import PRIME, equal, reduced, times
 
 MIN_LENGTH = 8  # no shorter tree is faster as a loop
-BITS = 31
-PRIME = np.uint64((1 << BITS) - 1)
 POINTS = 4  # random points at which polynomials are evaluated
 
 
 class Polynomials(NamedTuple):
     """The values of an array at the points, plus other arrays.
 
-    values: uint64[n, POINTS] along `axis`. layout: for every axis, the corresponding axis of the
+    values: int[n, POINTS] along `axis`. layout: for every axis, the corresponding axis of the
     steps' arrays. others: arrays of the program that are added. seeds: the arrays whose entries
     are its variables.
     """
@@ -87,7 +85,7 @@ class Evaluator:
 
     def variables(self, v: int, length: int, axis: int, layout: tuple[int, ...]) -> Polynomials:
         """Return an array whose entries are variables."""
-        values = self.draw.integers(1, PRIME, (length, POINTS), dtype=np.uint64)
+        values = self.draw.integers(1, PRIME, (length, POINTS))
         return Polynomials(values, axis, layout, frozenset([v]))
 
     def evaluate(
@@ -212,23 +210,6 @@ def is_read(around: Surroundings, prefix: Prefix, v: int) -> bool:
     """Return True if a value is read outside the tree."""
     own = set(prefix.equations)
     return v in around.outputs or any(e not in own for e in around.users.get(v, ()))
-
-
-def reduced(x: np.ndarray) -> np.ndarray:
-    """Return a congruent value that is at most the prime; a division takes ten times as long."""
-    for _ in range(2):
-        x = (x & PRIME) + (x >> np.uint64(BITS))
-    return x
-
-
-def times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the products of values in the field."""
-    return reduced(x * y)
-
-
-def equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Return True if all values are congruent."""
-    return bool((x % PRIME == y % PRIME).all())
 
 
 _SUMS = ("add", "add_any")

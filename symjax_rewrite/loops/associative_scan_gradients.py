@@ -9,26 +9,23 @@ points is taken for the cotangent, as in `associative_scan_detection`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.loops.associative_scan_detection import (
     FOLLOWED,
-    PRIME,
     Evaluator,
     Polynomials,
     Prefix,
-    equal,
     is_read,
-    reduced,
-    times,
 )
 from symjax_rewrite.loops.fusion import Surroundings
+from symjax_rewrite.loops.prime_field import PRIME, equal, reduced, times
 
 MAX_CANDIDATES = 8  # values tried as the cotangents of the states
 
@@ -132,18 +129,16 @@ def _explain(
 
 def _candidates(reader: Equation, around: Surroundings, points: _Points) -> Iterator[int]:
     """Yield values of the states' shape that an equation reads through moves, products and sums."""
-    avals = around.program.avals
-    aval, seen = avals[points.prefix.out], {*points.known}
-    queue = [*reader.reads]
-    for v in queue:
-        if v in seen:
-            continue
-        seen.add(v)
-        if (avals[v].shape, avals[v].dtype) == (aval.shape, aval.dtype):
+    avals, known = around.program.avals, points.known
+    aval = avals[points.prefix.out]
+
+    def operands(v: int) -> Sequence[int]:
+        e = None if v in known else around.makers.get(v)
+        return e.reads if e is not None and e.name in FOLLOWED else ()
+
+    for v in walk(reader.reads, operands):
+        if v not in known and (avals[v].shape, avals[v].dtype) == (aval.shape, aval.dtype):
             yield v
-        e = around.makers.get(v)
-        if e is not None and e.name in FOLLOWED:
-            queue += e.reads
 
 
 class _Points:

@@ -4,7 +4,7 @@ Every entry of an input is a variable. A value has up to three descriptions, at 
 prime field: itself, its exponential, and its rank among the entries. Sums, products and quotients
 follow the field; the exponential of a sum is a product of exponentials; comparisons follow the
 ranks, of which some are equal. An equation that holds at these points is taken for an identity
-(Schwartz 1980; Zippel 1979). The exponential of a variable is a variable of its own, so that an
+(`prime_field`). The exponential of a variable is a variable of its own, so that an
 identity that holds here holds for all exponentials. An operation that has no such description
 raises `Undecided`, as does a comparison with a number other than zero and the infinities: no random
 point shows what happens beyond it.
@@ -24,8 +24,8 @@ import numpy as np
 
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.loops.prime_field import PRIME, equal, inverse, times
 
-PRIME = (1 << 31) - 1
 POINTS = 24
 RANKS = 5
 END = 100  # the rank of infinity
@@ -65,7 +65,7 @@ class Points:
     def __neg__(self) -> Points:
         exponential = None
         if self.exponential is not None:
-            exponential = np.where(self.end == 0, _inverse(self.exponential), 0)
+            exponential = np.where(self.end == 0, inverse(self.exponential), 0)
         value = None if self.value is None else (PRIME - self.value) % PRIME
         rank = None if self.rank is None else -self.rank
         return Points(value, exponential, rank, self.is_entry and not np.any(rank), -self.end)
@@ -76,7 +76,7 @@ class Points:
             raise Undecided
         end = np.sign(end)
         value = _both(np.add, self.value, other.value)
-        exponential = _both(_times, self.exponential, other.exponential)
+        exponential = _both(times, self.exponential, other.exponential)
         exponential = None if exponential is None else np.where(end < 0, 0, exponential)
         zero = [x for x in (self, other) if x.is_zero]
         if zero:
@@ -93,7 +93,7 @@ class Points:
 
     def __mul__(self, other: Points) -> Points:
         self.require_finite(other)
-        value = _both(_times, self.value, other.value)
+        value = _both(times, self.value, other.value)
         if value is None:
             raise Undecided
         return number(value)
@@ -101,7 +101,7 @@ class Points:
     def __truediv__(self, other: Points) -> Points:
         if other.value is None or np.any(other.value % PRIME == 0):
             raise Undecided
-        return self * Points(_inverse(other.value), None, None, False, other.end)
+        return self * Points(inverse(other.value), None, None, False, other.end)
 
     @property
     def is_zero(self) -> bool:
@@ -119,7 +119,7 @@ class Points:
             return False
         for x, y in ((self.value, other.value), (self.exponential, other.exponential)):
             if x is not None and y is not None:
-                return bool(np.all((x - y) % PRIME == 0))
+                return equal(x, y)
         raise Undecided
 
 
@@ -130,19 +130,6 @@ def number(value: np.ndarray) -> Points:
 
 def _both(join: Callable, x: np.ndarray | None, y: np.ndarray | None) -> np.ndarray | None:
     return None if x is None or y is None else join(x, y) % PRIME
-
-
-def _times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return (x % PRIME) * (y % PRIME) % PRIME
-
-
-def _inverse(x: np.ndarray) -> np.ndarray:
-    """Return the inverses; 0 for 0."""
-    found, power, base = np.ones_like(x), PRIME - 2, x % PRIME
-    while power:
-        found = _times(found, base) if power & 1 else found
-        base, power = _times(base, base), power >> 1
-    return found
 
 
 class Sampler:
@@ -185,7 +172,7 @@ class Sampler:
             return Points(residue, residue + 1, residue, True, end)
         powers = self.powers.setdefault(abs(x), self.draw.integers(2, PRIME, POINTS))
         power = np.broadcast_to(powers.reshape(-1, *[1] * (len(full) - 1)), full)
-        return Points(residue, power if x > 0 else _inverse(power), None, False, end)
+        return Points(residue, power if x > 0 else inverse(power), None, False, end)
 
 
 def compared(test: Callable, x: Points, y: Points) -> np.ndarray:
@@ -334,7 +321,7 @@ def _dot(e: Equation, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         *x.shape[: batch + len(free[0])], *[1] * len(free[1]), *x.shape[batch + len(free[0]) :]
     )
     y = y.reshape(*y.shape[:batch], *[1] * len(free[0]), *y.shape[batch:])
-    return _times(x, y).sum(tuple(range(batch + len(free[0]) + len(free[1]), x.ndim)))
+    return times(x, y).sum(tuple(range(batch + len(free[0]) + len(free[1]), x.ndim)))
 
 
 _SHAPES: dict[str, Callable[[Equation], Callable[[np.ndarray], np.ndarray]]] = {

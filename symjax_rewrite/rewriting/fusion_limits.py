@@ -42,7 +42,7 @@ from symjax_rewrite.cost.equation_cost import (
 )
 from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import cone, makers_of, users_of
+from symjax_rewrite.ir.dataflow import cone, makers_of, users_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
@@ -226,13 +226,12 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
 
 def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[Equation]:
     """Yield the equations that read a result, or read it through elementwise operations."""
-    reached = dict.fromkeys(e.outvals)
-    for v in (stack := [*reached]):
-        for u in users.get(v, ()):
-            yield u
-            if u.name in FUSED:
-                stack += [o for o in u.outvals if o not in reached]
-                reached.update(dict.fromkeys(u.outvals))
+
+    def fused(v: int) -> Iterator[int]:
+        return (o for u in users.get(v, ()) if u.name in FUSED for o in u.outvals)
+
+    for v in walk(e.outvals, fused):
+        yield from users.get(v, ())
 
 
 def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
