@@ -22,6 +22,7 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.attention_gradients import with_gradient
 from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_addend
+from symjax_rewrite.kernel_selection.folds.cluster_keys import in_equal_groups
 from symjax_rewrite.kernel_selection.folds.clustering import (
     Cluster,
     ClusterMember,
@@ -137,6 +138,7 @@ class _FoldSelection:
             for cluster in found:
                 cluster.reason = reason
         made: dict[int, list[Route]] = {}
+        self._refuse_equal(t, need, [c for c in found if not c.reason])
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # Terms of refused clusters are materialised, so that other folds need more.
             made = self._routes(t, need, found)
@@ -144,6 +146,17 @@ class _FoldSelection:
         declined = [Refusal("fold", found[n].declined, found[n].where) for n in sorted(made)]
         refused += [r for r in declined if r.reason]
         return [_proposal(found[n], made[n]) for n in sorted(made)], refused
+
+    def _refuse_equal(self, t: TermGraph, need: Needed, found: list[Cluster]) -> None:
+        """Decide one of every group of equal clusters, and refuse all of a group with it."""
+        groups = in_equal_groups(t, need, found) if len(found) > 1 else []
+        if len(groups) == len(found):
+            return
+        self._routes(t, need, [group[0] for group in groups])
+        for first, *others in groups:
+            for c in others if first.reason else ():
+                c.reason, c.by_size = first.reason, first.by_size
+                c.seconds, c.memory = first.seconds, first.memory
 
     def _routes(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
