@@ -170,7 +170,7 @@ def test_a_small_gain_counts_with_the_transposed_copies_that_go_with_it(turned):
 
     def fun(a, b):
         c = jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
-        return jnp.exp(c.T if turned else c + 1)
+        return jnp.exp(c.T if turned else c + 1), c
 
     shapes = jax.ShapeDtypeStruct((2000, 8), "float32"), jax.ShapeDtypeStruct((8, 500), "float32")
     program = flatten(jax.make_jaxpr(fun)(*shapes))
@@ -189,8 +189,10 @@ def test_what_a_transposed_value_is_computed_from_is_moved_once():
     """A chain reads one product several times; the transposed chain reads one copy of it."""
 
     def seconds(chain):
-        made = jax.make_jaxpr(lambda a, b: jnp.exp(chain(a @ b).T))(jnp.ones((900, 8)), b)
-        return transposed_seconds(flatten(made), CPU)
+        def fun(a, b):
+            return jnp.exp(chain(c := a @ b).T), c
+
+        return transposed_seconds(flatten(jax.make_jaxpr(fun)(jnp.ones((900, 8)), b)), CPU)
 
     b = jnp.ones((8, 700))
     assert seconds(lambda c: c * jnp.sin(c) + c) == seconds(lambda c: c) > 0

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.ir.flat_program import Equation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,26 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
         return 0.0
     both = left.elements if right.first or right.free == 1 else left.elements + right.elements
     return both * facts.across_s
+
+
+def swapped_seconds(e: Equation, facts: ProductLayouts) -> float:
+    """Return the seconds that a product takes longer where XLA writes its result transposed.
+
+    e: a product of matrices, or of batches of matrices; of named sizes nothing is known.
+    """
+    axes = e.eqn.params["dimension_numbers"]
+    sides: list[Matrix] = []
+    for x, summed, batch in zip(e.eqn.invars, *axes, strict=True):
+        shape = shape_of(x)
+        if not all(isinstance(n, int) for n in shape):
+            return 0.0
+        first = bool(set(summed) - {len(shape) - 1}) and min(summed) == len(batch)
+        over = math.prod(shape[k] for k in summed)
+        free = math.prod(n for k, n in enumerate(shape) if k not in summed and k not in batch)
+        sides.append(Matrix(free, over, first, False))
+    batches = math.prod(shape_of(e.eqn.invars[0])[k] for k in axes[1][0])
+    left, right = sides
+    return batches * (added_seconds(right, left, facts) - added_seconds(left, right, facts))
 
 
 def column_seconds(

@@ -375,6 +375,9 @@ class ProductLayouts:
     copy_s: float = quantity(
         "s/element", "an array in memory read in another order of axes", ORIENTATION, 0.5e-9
     )
+    moved_row: int = quantity(
+        "elements", "a longer row that is moved as a whole takes as long", ORIENTATION, 16
+    )
     least_sum: int = quantity("elements", "shorter sums are fast in all layouts", ORIENTATION, 64)
     least_elements: int = quantity(
         "elements", "smaller operands are worth nothing", JUDGED, 1 << 15

@@ -7,16 +7,21 @@ computes elementwise functions where they are read: what a copy moves are the ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.cost.profile_groups import ProductLayouts
-from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
+from symjax_rewrite.cost.product_layouts import swapped_seconds
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS, ProductLayouts
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE
+from symjax_rewrite.ir.turned_values import turned_value
+
+FUSED = (ELEMENTWISE - SLOW_MAPS) | {"broadcast_in_dim", "transpose"}  # into each reader
 
 
 def transposed_seconds(
@@ -37,12 +42,19 @@ def transposed_seconds(
         and all(r.name == "dot_general" for r in users.get(e.outvals[0], ()))
     }
     shared = {v for v, readers in users.items() if len(readers) > 1}
-    copies = _Copies(makers_of(program.equations), shared, device, device.layouts)
+    makers = makers_of(program.equations)
+    copies = _Copies(program.avals, makers, shared, device, device.layouts)
     seconds = 0.0
     for e in program.equations if within is None else within:
         if e.name == "transpose" and e.outvals[0] not in folded:
-            order = range(len(e.eqn.params["permutation"]))
-            seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, order)
+            turned = turned_value(e, makers, users, outputs)
+            if turned is None:
+                order = range(len(e.eqn.params["permutation"]))
+                seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, order)
+            else:
+                seconds += sum(swapped_seconds(p, device.layouts) for p in turned.products)
+                aval: Any = e.eqn.invars[0].aval
+                seconds += sum(copies.of(v, aval, turned.order) for v in turned.stored)
         elif e.name == "dot_general":
             seconds += sum(_operand(e, side, copies) for side in range(2))
     return seconds
@@ -67,9 +79,11 @@ def _operand(e: Equation, side: int, copies: _Copies) -> float:
 class _Copies:
     """The copies of values in other orders of their axes.
 
-    shared: the values that several equations read, so that one order does not serve all.
+    avals: of all values. shared: the values that several equations read, so that one order does not
+    serve all.
     """
 
+    avals: Sequence[Any]
     makers: Mapping[int, Equation]
     shared: Collection[int]
     device: Device
@@ -95,12 +109,21 @@ class _Copies:
             if inner is not None and maker is not None:
                 stack += [(r, x, inner) for r, x in _whole(maker, len(inner))]
             elif not in_order:
-                is_result = maker is not None and maker.name == "dot_general" and not is_operand
-                across = is_result and long[-1] != max(long)
-                rate = self.layouts.result_s if across else self.layouts.copy_s
-                seconds += aval.size * rate
+                across = maker is not None and maker.name == "dot_general" and not is_operand
+                across = across and long[-1] != max(long)
+                seconds += aval.size * self._rate(v, order, across)
                 seconds += self.device.page_seconds(aval.size * aval.dtype.itemsize)
         return seconds
+
+    def _rate(self, v: int, order: Sequence[int], across: bool) -> float:
+        """Return the seconds to move an element of a value to another order of its axes.
+
+        across: True for a product's result whose rows are read across.
+        """
+        if self._is_of_smaller(v):  # computed once more, in this order
+            return self.avals[v].dtype.itemsize / self.device.bytes_per_s
+        moved = min(1.0, self.layouts.moved_row / _unmoved(self.avals[v].shape, order))
+        return moved * (self.layouts.result_s if across else self.layouts.copy_s)
 
     def _inner_order(
         self,
@@ -123,6 +146,24 @@ class _Copies:
             axes = maker.eqn.params["broadcast_dimensions"]
             return tuple([axes.index(k) for k in order if k in axes])
         return None
+
+    def _is_of_smaller(self, v: int) -> bool:
+        """Return True for a value that XLA computes anew, cheaply and from smaller arrays."""
+        found = cone([v], lambda u: self.makers[u].reads if self._is_fused(u) else ())
+        stored = [self.avals[u].size for u in found if not self._is_fused(u)]
+        return all(size < self.avals[v].size for size in stored)
+
+    def _is_fused(self, v: int) -> bool:
+        maker = self.makers.get(v)
+        return maker is not None and maker.name in FUSED
+
+
+def _unmoved(shape: Sequence[int], order: Sequence[int]) -> int:
+    """Return the elements of a row along the last axes, which keep their order."""
+    last = len(order)
+    while last and order[last - 1] == last - 1:
+        last -= 1
+    return math.prod(shape[last:])
 
 
 def _whole(maker: Equation, axes: int) -> list[tuple[int, Any]]:

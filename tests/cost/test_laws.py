@@ -63,9 +63,29 @@ def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
 
 
 def test_reading_across_rows_costs_more_than_a_reordered_array() -> None:
-    rows = copies(lambda a, b: jnp.sin((a @ b).reshape(8, 3, 64).swapaxes(0, 1)), (8, 4), (4, 192))
-    across = copies(lambda a, b: jnp.sin((a @ b).T), (8, 4), (4, 192))
-    assert rows == pytest.approx(8 * 192) and across > 2 * rows
+    def rows(a: Any, b: Any) -> Any:
+        return jnp.sin((a @ b).reshape(8, 24, 8).swapaxes(0, 1))
+
+    def across(a: Any, b: Any) -> Any:
+        return (c := a @ b), jnp.sin(c.T)
+
+    shapes = (8, 4), (4, 192)
+    assert copies(rows, *shapes) == pytest.approx(8 * 192)
+    assert copies(across, *shapes) > 2 * copies(rows, *shapes)
+
+
+def test_long_rows_that_are_moved_as_a_whole_cost_little() -> None:
+    short, long = (
+        copies(lambda a: jnp.sin(a.swapaxes(0, 1)), (512 // n, 512, n)) for n in (8, 256)
+    )
+    assert short == pytest.approx(512 * 512) and long < short / 8
+
+
+@pytest.mark.parametrize("chain", [lambda c: c, lambda c: -c, lambda c: c * jnp.tanh(c) + 1])
+def test_a_transposed_function_of_a_product_is_that_of_the_transposed_product(chain: Any) -> None:
+    assert copies(lambda a, b: jnp.sin(chain(a @ b.T).T), (80, 4), (70, 4)) == 0
+    twice = copies(lambda a, b: ((c := chain(a @ b.T)), jnp.sin(c.T)), (80, 4), (70, 4))
+    assert twice >= 80 * 70
 
 
 def test_differences_that_a_product_reads_in_another_order_are_stored_once_more() -> None:
@@ -79,7 +99,9 @@ def test_differences_that_a_product_reads_in_another_order_are_stored_once_more(
         return jnp.einsum("ab,abc->bc", jnp.sum(d * d, -1), d)
 
     shapes = (50, 8), (70, 8), (50, 70)
-    assert copies(shared, *shapes) - copies(alone, *shapes) == pytest.approx(50 * 70 * 8)
+    assert CPU.layouts is not None
+    stored = (copies(shared, *shapes) - copies(alone, *shapes)) * CPU.layouts.copy_s
+    assert stored == pytest.approx(50 * 70 * 8 * 4 / CPU.bytes_per_s)
 
 
 def test_an_order_of_products_that_needs_a_larger_copy_is_refused() -> None:

@@ -47,6 +47,7 @@ def dims(fun: Any, *args: Any) -> list[Any]:
 X, Y, W = array(5000, 64), array(5000), array(64)
 FEW, COLUMN = array(5000, 4), array(5000, 1)
 WIDE, ROW = array(32, LONG), array(1, LONG)
+POINTS, CENTRES = array(300, 8), array(400, 8)
 FIRES = {
     "transpose times vector": (lambda x, y: x.T @ y, X, Y),
     "transpose times column": (lambda x, y: x.T @ y, X, COLUMN),
@@ -69,6 +70,17 @@ FIRES = {
     "transpose read twice": (lambda x, y, z: (x.T @ y, x.T @ z), X, Y, Y + 1),
     "gradient of a linear map": (
         jax.grad(lambda w, x, y: jnp.sum((x @ w - y) ** 2)), array(64, 4), X, FEW,
+    ),
+    "transposed function of a product": (lambda a, b: jnp.tanh((-(a @ b.T)).T), POINTS, CENTRES),
+    "transposed function of two products": (
+        lambda a, b: 2 * (jnp.exp(a @ b.T) / (a**2 @ b.T)).T, POINTS, CENTRES,
+    ),
+    "transposed function of a batch": (
+        jax.vmap(lambda a, b: jnp.tanh((a @ b.T + b[:, 0]).T)), array(3, 300, 8), array(3, 200, 8),
+    ),
+    "a mask is transposed as well": (
+        lambda a, b: (mask := jnp.tri(400, 300, dtype=bool), jnp.where(mask, b @ a.T, 0).T - 1),
+        POINTS, CENTRES,
     ),
     "in a loop": (lambda x, y: lax.fori_loop(0, 3, lambda _, v: x.T @ (x @ v) + y, y), X, W),
 }  # fmt: skip
@@ -113,6 +125,13 @@ STAYS = {
     "another dtype preferred": (
         lambda x, y: jnp.matmul(x.T, y, preferred_element_type=jnp.float32), X.astype(jnp.float16),
         Y.astype(jnp.float16),
+    ),
+    "a function in both orders": (
+        lambda a, b: ((c := jnp.exp(a @ b.T)), jnp.tanh(c.T)), POINTS, CENTRES,
+    ),
+    "a transposed product": (lambda a, b: jnp.tanh((a @ b.T).T), POINTS, CENTRES),
+    "a transposed function that a product reads": (
+        lambda a, b: (-(a @ b.T)).T @ a, POINTS, CENTRES,
     ),
     "inner product": (lambda x, y: x @ y, Y, Y),
 }  # fmt: skip

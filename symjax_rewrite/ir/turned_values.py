@@ -1,0 +1,153 @@
+"""Transposed values that are computed from transposed products: (−A B)ᵀ = −(A B)ᵀ.
+
+XLA takes the transposition of a product into the product, which then writes its result in the other
+order. It does not look through functions of a product, and reads across their rows instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.dataflow import cone, postorder, value_operands
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.primitives import ELEMENTWISE
+
+INDICES = frozenset({"iota", "broadcast_in_dim"})  # written in any order of axes
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedValue:
+    """A transposed value as a function of values that are transposed instead of it.
+
+    order: the permutation of the axes. equations: what is computed in the other order, each after
+    its operands. products: values that nothing else reads, and XLA transposes at no cost. stored:
+    values that are read across their rows.
+    """
+
+    order: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    products: tuple[Equation, ...]
+    stored: tuple[int, ...]
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Return the values that are transposed."""
+        return (*[e.outvals[0] for e in self.products], *self.stored)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Return the values that it is computed from."""
+        made = {v for e in self.equations for v in e.outvals}
+        read = [v for e in self.equations for v in e.reads if v not in made]
+        return tuple(dict.fromkeys([*self.leaves, *read]))
+
+    def computed(self, *arrays: Any) -> Any:
+        """Return the transposed value from the arrays of `reads`."""
+        given = dict(zip(self.reads, arrays, strict=True))
+        turned = {v: lax.transpose(given[v], self.order) for v in self.leaves}
+        last = self.leaves[0]
+        for e in self.equations:
+            env = given | turned if e.name in ELEMENTWISE else given
+            operands = [env[v] if isinstance(v, int) else v.val for v in e.invals]
+            last = e.outvals[0]
+            if e.name == "transpose":
+                turned[last] = operands[0]
+            else:
+                (turned[last],) = jax_internals.eval_equation(e.eqn, operands, self._params(e))
+        return turned[last]
+
+    def _params(self, e: Equation) -> dict[str, Any]:
+        """Return the parameters of an equation for the other order of its axes."""
+        params = dict(e.eqn.params)
+        if e.name in INDICES:
+            params["shape"] = tuple(params["shape"][k] for k in self.order)
+        if e.name == "iota":
+            params["dimension"] = self.order.index(params["dimension"])
+        elif e.name == "broadcast_in_dim":
+            axes = params["broadcast_dimensions"]
+            params["broadcast_dimensions"] = tuple(self.order.index(k) for k in axes)
+        return params
+
+
+def turned_value(
+    turn: Equation,
+    makers: Mapping[int, Equation],
+    users: Mapping[int, Sequence[Equation]],
+    outputs: Container[int],
+) -> TurnedValue | None:
+    """Return how a transposition is computed from transposed products; None if it reads none."""
+    order = tuple(turn.eqn.params["permutation"])
+    if not turn.reads or not _swaps_last(order):
+        return None
+    (root,) = turn.reads
+    inside: dict[int, Equation] = {}
+
+    def alone(v: int) -> bool:
+        return v not in outputs and all(
+            e is turn or e.outvals[0] in inside for e in users.get(v, ())
+        )
+
+    frontier = [root]
+    while frontier:
+        found = {v: e for v in frontier if v not in inside and (e := makers.get(v)) is not None}
+        new = {v: e for v, e in found.items() if e.name in ELEMENTWISE and alone(v)}
+        new |= {v: e for v, e in found.items() if _undoes(e, order)}
+        for v in found.keys() - new.keys():
+            new |= _of_indices(v, makers)
+        inside |= new
+        frontier = _operands(inside.values()) if new else []
+    equations = [makers[v] for v in postorder([root], value_operands(inside)) if v in inside]
+    leaves = [v for v in _operands(equations) if v not in inside] if inside else [root]
+    products = [e for v in leaves if (e := makers.get(v)) and alone(v) and _is_matrix_product(e)]
+    stored = tuple(v for v in leaves if makers.get(v) not in products)
+    return TurnedValue(order, tuple(equations), tuple(products), stored) if products else None
+
+
+def _operands(equations: Iterable[Equation]) -> list[int]:
+    """Return the arrays that elementwise functions read, each once."""
+    read = (zip(e.invals, e.eqn.invars, strict=True) for e in equations if e.name in ELEMENTWISE)
+    arrays = [v for pairs in read for v, x in pairs if isinstance(v, int) and _rank(x)]
+    return list(dict.fromkeys(arrays))
+
+
+def _rank(x: Any) -> int:
+    return x.aval.ndim
+
+
+def _swaps_last(order: tuple[int, ...]) -> bool:
+    """Return True for the permutation that swaps the last two axes."""
+    n = len(order)
+    return n > 1 and order == (*range(n - 2), n - 1, n - 2)
+
+
+def _undoes(e: Equation, order: tuple[int, ...]) -> bool:
+    """Return True for a transposition that another one undoes; swaps undo themselves."""
+    return e.name == "transpose" and tuple(e.eqn.params["permutation"]) == order
+
+
+def _of_indices(v: int, makers: Mapping[int, Equation]) -> dict[int, Equation]:
+    """Return what a mask is computed from, down to indices, vectors and numbers; {} for others."""
+    operands = lambda v: _operands([makers[v]]) if v in makers else ()  # noqa: E731
+    found = cone([v], operands)
+    known = {v: makers[v] for v in found if v in makers}
+    fits = all(e.name in ELEMENTWISE or _is_index(e) for e in known.values())
+    return known if fits and len(known) == len(found) else {}
+
+
+def _is_index(e: Equation) -> bool:
+    """Return True for indices and for broadcasts of vectors and numbers."""
+    return e.name in INDICES and all(_rank(x) < 2 for x in e.eqn.invars)
+
+
+def _is_matrix_product(e: Equation) -> bool:
+    """Return True for a product of matrices, or of batches of matrices."""
+    if e.name != "dot_general":
+        return False
+    (summed, _), (batch, _) = e.eqn.params["dimension_numbers"]
+    axes = len(summed) + len(batch) + 1
+    return bool(summed) and all(_rank(x) == axes for x in e.eqn.invars)
