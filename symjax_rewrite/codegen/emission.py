@@ -332,16 +332,20 @@ class TermReader:
             is_kept = cls not in self.part.makers and cls not in self.part.forms
             if is_kept and view.axes == t.view(home).axes and aval == t.program.avals[home]:
                 return self.read(home)
-        array = self.array(cls)
+        array = self.array(cls, _order_below(view.axes, range(len(aval.shape))))
         labels = tuple(view.axes[s] for s in array.slots)
         sizes = term_lowering.jax_sizes(t.sizes[v], self.env)
         data = term_lowering.in_order(array.data, labels, sizes)
         return data if tuple(data.shape) == tuple(aval.shape) else lax.reshape(data, aval.shape)
 
-    def array(self, cls: int) -> Array:
-        """Return a class of the program as an array."""
+    def array(self, cls: int, order: Sequence[int] = ()) -> Array:
+        """Return a class of the program as an array.
+
+        order: its slots in the order in which the first reader has them; a product whose operands
+        may stand in either order gives them so.
+        """
         if cls not in self._arrays:
-            self._arrays[cls] = self._make(cls)
+            self._arrays[cls] = self._make(cls, order)
         return self._arrays[cls]
 
     def wide_array(self, cls: int) -> Array:
@@ -367,7 +371,7 @@ class TermReader:
             self._results[id(maker)] = maker.run(self)
         return self._results[id(maker)]
 
-    def _make(self, cls: int) -> Array:
+    def _make(self, cls: int, order: Sequence[int]) -> Array:
         if cls in self.part.makers:
             return Array(*self.part.makers[cls].array(self, cls))
         if cls in self.part.wide:
@@ -378,14 +382,15 @@ class TermReader:
             return self._from_value(cls, self.part.links[cls])
         if cls in self.part.forms:
             form, ref = self.part.forms[cls]
-            made = self._solve(form, ref.cls)
+            made = self._solve(form, ref.cls, _order_below(ref.axes, order))
             return Array(made.data, tuple(ref.axes[s] for s in made.slots))
         v = self.part.value_of(cls)
         if v is not None:
             return self._to_array(v)
         node = node_of(self.t.graph, cls)
-        operands = [self.operand(a, self.array(a.cls)) for a in node.args]
-        made = self._lower(self.t.graph, cls, node, operands)
+        below = [self.array(a.cls, _order_below(a.axes, order)) for a in node.args]
+        operands = list(map(self.operand, node.args, below))
+        made = self._lower(self.t.graph, cls, node, operands, order)
         if cls not in self.part.own:
             return made
         # XLA fuses a sum into the operations that read it broadcast, which compute it again.
@@ -410,9 +415,13 @@ class TermReader:
         labels = [axes[s] if axes[s] >= 0 else term_lowering.dropped_label(s) for s in array.slots]
         return array.data, tuple(labels)
 
-    def _solve(self, form: RegionForm, root: int) -> Array:
+    def _solve(self, form: RegionForm, root: int, order: Sequence[int]) -> Array:
         done = self._solutions.setdefault(id(form), {})
-        for cls in _cone(form, root, done):
+        classes, orders = _cone(form, root, done), {root: order}
+        for cls in reversed(classes):
+            for a in form.choice[cls].args:
+                orders.setdefault(a.cls, _order_below(a.axes, orders[cls]))
+        for cls in classes:
             origin = self.part.verbatim_origin(form, cls)
             if origin is not None:
                 array = self.array(origin.cls)
@@ -421,11 +430,16 @@ class TermReader:
             node = form.choice[cls]
             operands = [self.operand(a, done[a.cls]) for a in node.args]
             with jax_internals.equation_scope(form.scope):
-                done[cls] = self._lower(form.g, cls, node, operands)
+                done[cls] = self._lower(form.g, cls, node, operands, orders[cls])
         return done[root]
 
     def _lower(
-        self, g: EGraph, cls: int, node: Node, operands: list[tuple[Any, tuple[int, ...]]]
+        self,
+        g: EGraph,
+        cls: int,
+        node: Node,
+        operands: list[tuple[Any, tuple[int, ...]]],
+        order: Sequence[int],
     ) -> Array:
         c = g.classes[cls]
         sizes = term_lowering.jax_sizes((*c.sizes, *node.bound), self.env)
@@ -433,7 +447,17 @@ class TermReader:
         if self.part.across and node.op == CONTRACT:
             operands = term_lowering.transposed_apart(node, operands)
         names = self.t.primitives
-        return Array(*term_lowering.lower_node(node, operands, sizes, c.dtype, names, guards))
+        made = term_lowering.lower_node(node, operands, sizes, c.dtype, names, guards, order)
+        return Array(*made)
+
+
+def _order_below(axes: Sequence[int], order: Sequence[int]) -> Sequence[int]:
+    """Return the slots of an operand in the order in which a reader has its indices.
+
+    axes: the index that reads each slot. order: of the indices; none for the order of numbers.
+    """
+    places = {i: n for n, i in enumerate(order)}
+    return sorted(range(len(axes)), key=lambda s: places.get(axes[s], len(places) + axes[s]))
 
 
 def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:

@@ -79,11 +79,13 @@ def lower_node(
     dtype: str,
     primitives: Mapping[str, Any],
     guards: frozenset[int] = frozenset(),
+    order: Sequence[int] = (),
 ) -> Operand:
     """Lower one node; `sizes[i]` is the size of its index i.
 
     `guards` are the positions of operands that are deltas. They are lowered to selects, so that no
-    infinity or NaN off the diagonal gets into a product.
+    infinity or NaN off the diagonal gets into a product. `order` is the order of the indices that
+    the reader has, by default that of their numbers.
     """
     operands = [read_diagonals(data, labels) for data, labels in operands]
     if guards:
@@ -92,6 +94,8 @@ def lower_node(
         return _guarded(node, plain, masks, sizes, dtype)
     if node.op == op.MAP:
         return _map(node, operands, sizes, dtype, primitives)
+    if node.op == op.CONTRACT:
+        return _contract(node, operands, sizes, dtype, order)
     return _LOWER[node.op](node, operands, sizes, dtype)
 
 
@@ -121,7 +125,9 @@ def _guarded(
     return lax.convert_element_type(data, np.dtype(dtype)), labels
 
 
-def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+def _contract(
+    node: Node, operands: list[Operand], sizes: Sizes, dtype: str, order: Sequence[int]
+) -> Operand:
     out = node.out
     uses = Counter(i for _, labels in operands for i in set(labels))
     needed = [{i for i in labels if i < out or uses[i] > 1} for _, labels in operands]
@@ -141,7 +147,7 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
         ):  # an integer beside a float is converted; two integers stay integers
             made = _accumulator(dtype)
             operands = _promoted(operands, made)
-        result = _dot(operands[0], operands[1], out, node.attr, made)
+        result = _dot(operands[0], operands[1], out, node.attr, made, order)
     else:  # a half-precision dot accumulates in float32, and so does its replacement
         product = _multiply(_promoted(operands, _accumulator(dtype)), sizes)
         result = _sum_out(product, set(range(out)))
@@ -188,7 +194,9 @@ def _arranged(operands: list[Operand], sizes: Sizes) -> tuple[list[Any], Labels]
     return [arrange(data, labels, order, sizes) for data, labels in operands], order
 
 
-def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) -> Operand:
+def _dot(
+    left: Operand, right: Operand, out: int, precision: Any, dtype: str, order: Sequence[int]
+) -> Operand:
     """Return a dot_general with its operands in the order that reads memory contiguously.
 
     XLA on CPU runs `Hᵀ @ y` and `y @ Hᵀ` 5 to 50 times slower than `H @ y` and `y @ H`.
@@ -198,7 +206,7 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
     shared = [i for i in larger[1] if i in other[1]]
     batch = [i for i in shared if i < out]
     summed = [i for i in shared if i >= out]
-    if _better_swapped(left, right, summed):
+    if _better_swapped(left, right, summed, order):
         left, right = right, left
     (a, la), (b, lb) = left, right
     pairs, batches = (([la.index(i) for i in x], [lb.index(i) for i in x]) for x in (summed, batch))
@@ -208,11 +216,12 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
     return data, (*batch, *free)
 
 
-def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
-    """Return True if swapped operands cost less to read; ties keep the natural output order."""
+def _better_swapped(left: Operand, right: Operand, summed: list[int], order: Sequence[int]) -> bool:
+    """Return True if swapped operands cost less to read; ties give the order of the reader."""
     now, then = _stride_cost(left, right, summed), _stride_cost(right, left, summed)
-    mine = min((i for i in left[1] if i not in right[1]), default=-1)
-    theirs = min((i for i in right[1] if i not in left[1]), default=mine)
+    place = {i: n for n, i in enumerate(order)}
+    mine = min((place.get(i, i) for i in left[1] if i not in right[1]), default=-1)
+    theirs = min((place.get(i, i) for i in right[1] if i not in left[1]), default=mine)
     return (then, theirs) < (now, mine)
 
 
@@ -463,7 +472,6 @@ def _conv(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 
 
 _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
-    op.CONTRACT: _contract,
     op.ADD: _add,
     op.REDUCE: _reduce,
     op.SLICE: _slice,

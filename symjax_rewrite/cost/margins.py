@@ -130,6 +130,6 @@ def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) 
         if not frozen and not pays(before.seconds, after.seconds, "dominating", device):
             return False, Obstacle.COST(too_slow(gain, margins.dominating))
         return True, "dominates"
-    if after.largest > before.largest * margins.larger:
+    if after.largest - before.largest > margins.larger * device.memory_bytes:
         return False, Obstacle.MEMORY("would hold a larger intermediate")
     return True, f"{PREDICTED}{speed(gain)}"

@@ -106,7 +106,9 @@ class Margins:
     figure: float = quantity("1", "the same of a measured figure", JUDGED, 1.1)
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
-    larger: float = quantity("1", "growth of the largest value that is none", JUDGED, 1.05)
+    larger: float = quantity(
+        "1", "share of the memory by which the largest value may grow", JUDGED, 0.01
+    )
     share_of_program: float = quantity("1", "share of a program's time to gain", JUDGED, 0.01)
     share_of_loop: float = quantity("1", "share of a loop's time to save", JUDGED, 0.08)
 
