@@ -188,6 +188,23 @@ def algebra() -> dict[str, Program]:
     }
 
 
+def transposed() -> dict[str, Program]:
+    """Functions of products that are read transposed."""
+    points, centres = array(900, 8), array(700, 8)
+    return {
+        "kernel, read by columns": (lambda x, y: jnp.tanh(jnp.exp(x @ y.T).T), (points, centres)),
+        "masked, read by columns": (
+            lambda x, y: 1 - jnp.where(jnp.tri(900, 700, dtype=bool), x @ y.T, 0).T,
+            (points, centres),
+        ),
+        "batch, read by columns": (
+            jax.vmap(lambda x: jnp.abs(-(x @ x.T).T - 1)),
+            (array(16, 300, 8),),
+        ),
+        "product, read by columns": (lambda x, y: jnp.tanh((x @ y.T).T), (points, centres)),
+    }
+
+
 def fused() -> dict[str, Program]:
     """Reductions that XLA fuses with what computes their operands."""
     return {
@@ -263,4 +280,4 @@ def grouped_heads() -> dict[str, Program]:
 
 def programs() -> dict[str, Program]:
     """Every program with its arguments."""
-    return regressions() | models() | algebra() | fused() | grouped_heads()
+    return regressions() | models() | algebra() | transposed() | fused() | grouped_heads()

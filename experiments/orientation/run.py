@@ -29,6 +29,14 @@ from programs import array, programs
 from symjax_rewrite import packs, sym_optimize
 
 PAIRS = ((16_000, 10, 8), (4000, 64, 8), (500, 500, 2), (500, 500, 500), (2000, 1000, 8))
+MOVED = (
+    (512, 512, 2),
+    (256, 256, 16),
+    (128, 128, 64),
+    (512, 16, 128),
+    (481, 481, 1),
+    (913, 913, 1),
+)
 WIDTHS = (16, 32, 64, 128, 256)
 PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans", "fusion_limits")
 # rows, columns, summed
@@ -94,6 +102,30 @@ def layouts(rounds: int, sample_s: float, shapes: Any = SHAPES) -> str:
         "X Yᵀ",
         "ns per element, TN",
     ]
+    return harness.markdown_table(names, rows)
+
+
+def transposes(rounds: int, sample_s: float, shapes: Any = MOVED) -> str:
+    """Return the table of transposes, in ns per element of what they add.
+
+    Of an array of rows, of a product of eight features, and of a function of this product.
+    """
+    rows = []
+    for n, m, width in shapes:
+        x, a, b = array(n, m, width), array(n, 8), array(m * width, 8)
+        calls: dict[str, Callable[..., Any]] = {
+            "rows": lambda x, a, b: -x,
+            "rows, transposed": lambda x, a, b: -x.swapaxes(0, 1),
+            "product": lambda x, a, b: jnp.abs(a @ b.T),
+            "product, transposed": lambda x, a, b: jnp.abs((a @ b.T).T),
+            "function, transposed": lambda x, a, b: jnp.abs((-(a @ b.T)).T),
+        }
+        runs = {k: functools.partial(jax.jit(f), x, a, b) for k, f in calls.items()}
+        found = core_seconds(runs, rounds, sample_s)
+        pairs = [(k, "rows" if k.startswith("rows") else "product") for k in found]
+        added = [f"{1e9 * (found[k] - found[of]) / x.size:.2f}" for k, of in pairs if k != of]
+        rows.append([f"{n} × {m} × {width}", *added])
+    names = ["array", "its rows", "a product", "a function of a product"]
     return harness.markdown_table(names, rows)
 
 
@@ -236,6 +268,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         print(layouts(1, 1e-3, SHAPES[-9:-7]))
+        print(transposes(1, 1e-3, ((20, 20, 2),)))
         print(reductions(1, 1e-3, (20_000,)))
         print(fusions(1, 1e-3, 10_000))
         print(reduced_in_products(1, 1e-3, ((50, 10, 3),), (64,)))
@@ -244,6 +277,7 @@ def main() -> None:
     columns = [1 << k for k in range(10, 18)]
     tables = (
         layouts(5, 1e-2),
+        transposes(5, 1e-2),
         reductions(5, 1e-2, columns),
         fusions(5, 1e-2),
         reduced_in_products(5, 1e-2, PAIRS, WIDTHS),
