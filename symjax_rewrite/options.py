@@ -13,11 +13,12 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 import jax
 
+from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError, choice
 
 NUMERICS = ("exact", "reassoc", "finite", "cancels", "approx")

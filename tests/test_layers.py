@@ -22,6 +22,7 @@ FOLDERS = {
 # single modules of the package's root.
 LAYERS = {
     "ground": (
+        "data_classes",
         "errors",
         "collector",
         "options",

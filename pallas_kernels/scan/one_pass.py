@@ -15,13 +15,14 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.backend import (
     Reason,
     Support,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from symjax_rewrite.data_classes import dataclass
 
 Clock = Callable[[], float]
 
