@@ -83,14 +83,14 @@ def candidates(
         by: dict[int, Any] = dict.fromkeys(gives, maker)
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 
-    shown = _shown(t, routes)
-    links.update((c, t.program.new_value(_aval(t, c))) for c in shown)
+    opened = _opened_operands(t, routes)
+    links.update((c, t.program.new_value(_aval(t, c))) for c in opened)
     out = []
     for makers, reason, where, seconds, also in proposals:
         gives = {c for m in makers for c in m.gives()}
-        first = {c for m in makers for own in m.gives() for c in m.needs(own)} & shown
+        first = {c for m in makers for own in m.gives() for c in m.needs(own)} & opened
         reads = [frozenset({c}) for c in sorted(first)]
-        shown -= first
+        opened -= first
         inside = {c for m in makers for c in m.classes()} - gives
         out.append(
             Candidate(
@@ -129,12 +129,12 @@ def _aval(t: TermGraph, cls: int, held: Callable[[str], str] = str) -> Any:
     return jax_internals.array_aval(tuple(map(t.jax_size, info.sizes)), held(info.dtype))
 
 
-def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
-    """Return classes that routes read and that become equations for later passes.
+def _opened_operands(t: TermGraph, makers: Sequence[Any]) -> set[int]:
+    """Return the operands of routes that become equations for later passes.
 
-    Slices that no value holds: a sum that reads four entries of each row of a sort must not hide
-    that the others are dead. Products that are written over more indices than the class has: the
-    value of the product would be stored for the route to read a slice of it.
+    These are slices that no value holds: where a sum reads four entries of each row of a sort,
+    later passes see that the others are dead. They are also products that are written over more
+    indices than the class has: the route would read a slice of a stored product.
     """
     given = {c for m in makers for c in m.gives()}
     read = {c for m in makers for own in m.gives() for c in m.needs(own)} - given

@@ -185,8 +185,8 @@ class _Reader:
 
     def _selected(self, test: int, no: MaskRegion, yes: MaskRegion) -> MaskRegion:
         """Return the region of a selection between two cases of some regions."""
-        shown = self.condition(test, True).meet(yes)
-        return shown.join(self.condition(test, False).meet(no))
+        chosen = self.condition(test, True).meet(yes)
+        return chosen.join(self.condition(test, False).meet(no))
 
     def _constant(self, read: int, seen: Any) -> MaskRegion:
         """Return the region where a constant array over rows and columns differs from the fill."""

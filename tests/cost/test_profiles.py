@@ -88,7 +88,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "kernel_selection.folds.pairwise_terms": {
         "UNROLL": SHAPE,
         "LEAST_DOT": SHAPE,
-        "MOST_PIECES": SEARCH,
+        "MOST_JOINED": SEARCH,
         "LARGEST_TILE": SEARCH,
         "MOST_STEPS": SEARCH,
     },

@@ -24,7 +24,7 @@ from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute
 _JOINED = {(REDUCE, monoid) for monoid in ("max", "min", "and", "or")}
 
 
-class Pieces(NamedTuple):
+class JoinedParts(NamedTuple):
     """Class as parts along one of its indices, each read over the class's indices."""
 
     along: int
@@ -84,7 +84,7 @@ class Restated:
 
     def __init__(self, t: TermGraph, need: Needed, seeds: set[int]) -> None:
         self.g, self.need, self.seeds = t.graph, need, seeds
-        self.pieces: dict[int, Pieces] = {}
+        self.parts: dict[int, JoinedParts] = {}
         self.cuts: dict[tuple, Ref] = {}
         self.to: dict[int, Ref] = {}
         self.joined: set[int] = set()
@@ -96,14 +96,14 @@ class Restated:
         if cls in self.seeds:
             index, sizes = node.attr
             refs = tuple(self._moved(a) for a in node.args)
-            self.pieces[cls] = Pieces(index, tuple(map(int, sizes)), refs)
-        elif any(a.cls in self.pieces for a in node.args):
+            self.parts[cls] = JoinedParts(index, tuple(map(int, sizes)), refs)
+        elif any(a.cls in self.parts for a in node.args):
             if not self._apart(cls, node):
                 return False
         elif any(a.cls in self.to for a in node.args):
             args = tuple(self._moved(a) for a in node.args)
             self.to[cls] = self.g.add(node.op, node.attr, args, c.sizes, node.bound, c.dtype)
-        return cls not in self.pieces or cls not in self.need.outside
+        return cls not in self.parts or cls not in self.need.outside
 
     def _moved(self, ref: Ref) -> Ref:
         new = self.to.get(ref.cls)
@@ -111,19 +111,19 @@ class Restated:
 
     def _apart(self, cls: int, node: Node) -> bool:
         found = {
-            (a.axes[self.pieces[a.cls].along], self.pieces[a.cls].sizes)
+            (a.axes[self.parts[a.cls].along], self.parts[a.cls].sizes)
             for a in node.args
-            if a.cls in self.pieces
+            if a.cls in self.parts
         }
         if len(found) != 1:
             return False
         ((index, sizes),) = found
         if is_elementwise(node) and index < node.out:
-            self.pieces[cls] = Pieces(index, sizes, self._each(cls, node, index, sizes))
+            self.parts[cls] = JoinedParts(index, sizes, self._each(cls, node, index, sizes))
         elif (joined := self._joined(cls, node, index, sizes)) is not None:
             self.to[cls] = joined
             self.joined.add(cls)
-        return cls in self.pieces or cls in self.to
+        return cls in self.parts or cls in self.to
 
     def _each(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> tuple[Ref, ...]:
         """Apply a node to each part of its operands."""
@@ -142,7 +142,7 @@ class Restated:
 
     def _piece(self, ref: Ref, index: int, k: int, start: int, size: int) -> Ref:
         """Return the view of part k along `index`."""
-        found = self.pieces.get(ref.cls)
+        found = self.parts.get(ref.cls)
         if found is not None and ref.axes[found.along] == index:
             return over(ref, found.refs[k])
         ref = self._moved(ref)
@@ -177,17 +177,17 @@ class Restated:
     def _part(self, node: Node, sizes: tuple[int, ...], shape: tuple[Dim, ...]) -> Ref | None:
         """Return a slice that equals one part, or reads one index of a part."""
         (arg,) = node.args
-        found = self.pieces[arg.cls]
+        found = self.parts[arg.cls]
         entry = entry_along(node, found.along)
         if entry is None or entry[1] != 1:
             return None
         start, _, alone = entry
         first = 0
-        for piece, size in zip(found.refs, sizes, strict=True):
+        for part, size in zip(found.refs, sizes, strict=True):
             if alone and first <= start < first + size:
-                return over(arg, sliced(self.g, piece, found.along, start - first, 1))
+                return over(arg, sliced(self.g, part, found.along, start - first, 1))
             if not alone and (first, size) == (start, shape[arg.axes[found.along]]):
-                return over(arg, piece)
+                return over(arg, part)
             first += size
         return None
 

@@ -500,7 +500,7 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     once = kinds["lookup"] * folds.fold_lookup
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}
-    steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
+    steps = kinds["scattered"] + once / math.prod(spec.size[a] for a in held)
     chained = folds.chained if kinds["value"] <= folds.chained_reads else 1.0
     nodes: list[Node | None] = []
     for kind, data, args, _ in route.steps:

@@ -24,7 +24,7 @@ from symjax_rewrite.kernel_selection.folds import gather_patterns
 
 UNROLL = 64  # limit on terms of a sum written out inside a tile
 LEAST_DOT = 16  # least length of a sum computed as a product: kernels pad to it
-MOST_PIECES = 8  # limit on concatenated parts that a tile selects from
+MOST_JOINED = 8  # limit on concatenated parts that a tile selects from
 LARGEST_TILE = 256  # limit on terms of one tile
 MOST_STEPS = 512  # limit on steps of one tile, its sums written out
 
@@ -73,11 +73,11 @@ class Opened(NamedTuple):
 
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of the summed indices in `data`), `sum` (written out), `delta`,
-    `hit` (a value at the selected column, else zero), `lookup` (a table and the integers it is
-    read at; `data` is the value out of range, None for the nearest element), `part` (single indices
-    of another term), `pieces` (an index and the parts joined along it; the start of each part but
-    the first in `data`), `along` (a reduced product; the monoid, and whether it is along rows, in
-    `data`), `chosen` (the value at the selected columns), or `leaf`.
+    `scattered` (a value at the selected column, else zero), `lookup` (a table and the integers that
+    it is read at; `data` is the value out of range, None for the nearest element), `part` (single
+    indices of another term), `joined` (an index and the parts joined along it; the start of each
+    part but the first in `data`), `along` (a reduced product; the monoid, and whether it is along
+    rows, in `data`), `chosen` (the value at the selected columns), or `leaf`.
     """
 
     kind: str
@@ -221,23 +221,23 @@ class Pair:
         ]
         return Opened("part", (Ref(arg.cls, tuple(axes)),))
 
-    def _pieces(self, ref: Ref, node: Node) -> Opened | None:
+    def _joined(self, ref: Ref, node: Node) -> Opened | None:
         """Open components that the tile computes and joins: `stack([dx * f, dy * f], -1)`."""
         along, sizes = node.attr
         index = ref.axes[along]
         loose = all(along not in a.axes for a in node.args)
         if not loose or not all(isinstance(size, int) for size in sizes):
             return None
-        if index in (self.row, self.column) or len(sizes) > MOST_PIECES:
+        if index in (self.row, self.column) or len(sizes) > MOST_JOINED:
             return None
         starts = tuple(itertools.accumulate(sizes[:-1]))
         args = tuple([over(ref, a) for a in node.args])
         if isinstance(index, At):
             return Opened("part", (args[sum(start <= index.place for start in starts)],))
         number = self.g.add(op.IOTA, None, (), (sum(sizes),), (), "int32")
-        return Opened("pieces", (Ref(number.cls, (index,)), *args), starts)
+        return Opened("joined", (Ref(number.cls, (index,)), *args), starts)
 
-    def _hit(self, ref: Ref, node: Node) -> Opened | None:
+    def _scattered(self, ref: Ref, node: Node) -> Opened | None:
         """Open a scatter into zeros of one element per row."""
         found = gather_patterns.scattered(self.t, ref.cls)
         if found is None or len(found.along) != 1 or found.bound:
@@ -247,7 +247,7 @@ class Pair:
         if ref.axes[slot] not in (self.row, self.column) or any(map(self.holds, args)):
             return None
         limit = self.t.jax_size(self.g.classes[ref.cls].sizes[slot]) if found.clips else None
-        return Opened("hit", args, (ref.axes[slot] == self.row, limit))
+        return Opened("scattered", args, (ref.axes[slot] == self.row, limit))
 
     def _take(self, ref: Ref, node: Node) -> Opened | None:
         """Open a table lookup at pairs of integers."""
@@ -332,9 +332,9 @@ _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
     op.DELTA: lambda pair, ref, node: Opened("delta"),
     op.CONTRACT: Pair._contraction,
     op.SLICE: Pair._part,
-    op.CONCAT: Pair._pieces,
+    op.CONCAT: Pair._joined,
     op.TAKE: Pair._take,
-    op.NATIVE: Pair._hit,
+    op.NATIVE: Pair._scattered,
 }
 
 
@@ -403,7 +403,7 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
         return not is_test_like(pair.g, ref.cls)
     tile.inner[ref] = heavy = False
     match found.kind:
-        case "dot" | "hit" | "chosen":
+        case "dot" | "scattered" | "chosen":
             tile.operands.extend(found.args)
             heavy = True
             tile.meets |= found.kind != "dot"
@@ -417,7 +417,7 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
         case "sum":
             token, tile.counts[token] = found.data
             heavy = True  # work, even if its terms are only tests
-    if found.kind in ("apply", "sum", "part", "pieces"):
+    if found.kind in ("apply", "sum", "part", "joined"):
         for arg in found.args:
             heavy |= _enter(pair, tile, arg)
     if found.kind == "apply":

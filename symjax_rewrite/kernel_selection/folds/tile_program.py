@@ -129,7 +129,7 @@ class TileBuilder(StepProgram):
                 return self._written_out(found, held)
             case "along":
                 return self._along(found, held)
-            case "hit" | "pieces":
+            case "scattered" | "joined":
                 place, *values = found.args
                 args = [self.cast(self.build(a), held) for a in values]
                 return self.add(found.kind, found.data, (self.build(place), *args), held)
@@ -326,16 +326,16 @@ def tile_handlers(
     def only(here: Any, value: Any) -> Any:
         return jnp.where(here, value, jnp.zeros((), value.dtype))
 
-    def hit(data: tuple, args: list[Any], dtype: str) -> Any:
+    def scattered(data: tuple, args: list[Any], dtype: str) -> Any:
         (is_row, limit), (place, value) = data, args
         place = place if limit is None else jnp.clip(place, 0, limit - 1)
         return only(place == (i if is_row else j), value)
 
-    def pieces(starts: tuple, args: list[Any], dtype: str) -> Any:
-        place, piece, *others = args
+    def joined(starts: tuple, args: list[Any], dtype: str) -> Any:
+        place, part, *others = args
         for start, other in zip(starts, others, strict=True):
-            piece = jnp.where(place >= start, other, piece)
-        return piece
+            part = jnp.where(place >= start, other, part)
+        return part
 
     return handlers(
         primitives,
@@ -346,8 +346,8 @@ def tile_handlers(
         dot=lambda number, args, dtype: dots[number].astype(np.dtype(dtype)),
         rank=lambda data, args, dtype: ranks(args[0]),
         along=lambda data, args, dtype: _reduced(data, args[0], i, j),
-        hit=hit,
-        pieces=pieces,
+        scattered=scattered,
+        joined=joined,
         lookup=lambda data, args, dtype: _looked_up(values[data[0]], args[: data[1]], data[2]),
     )
 
