@@ -119,11 +119,6 @@ def forward(a: Attention) -> FoldSpec:
     def tile(dots: tuple, extras: tuple, i: Array, j: Array) -> Array:
         return a.score(dots[0], extras, i, j)
 
-    def normalise(results: tuple, values: tuple) -> tuple[Array, Array]:
-        del values
-        top, total, weighted = results[0]
-        return (weighted / total).astype(a.dtype), shift_of(top) + jnp.log(total)
-
     reads = tuple(range(3, 3 + len(a.extras)))
     return FoldSpec(
         sizes=a.sizes,
@@ -135,8 +130,22 @@ def forward(a: Attention) -> FoldSpec:
         tile=Tile(tile, reads, key=("score", a)),
         outputs=(ExpSums((WeightedTerm(), WeightedTerm(2, round_to=rounding(a)))),),
         band=Band(*a.band),
-        epilogue=Epilogue(normalise, (OUT, ROW), key=("normalise", a.dtype)),
+        epilogue=normalised(a.dtype, OUT, ROW),
     )
+
+
+def normalised(dtype: str, out: tuple[str, ...], row: tuple[str, ...]) -> Epilogue:
+    """Return the epilogue of a softmax's sums: the weighted mean in a dtype, and the log-sum-exp.
+
+    out, row: the axes of these results.
+    """
+
+    def finished(results: tuple, values: tuple) -> tuple[Array, Array]:
+        del values
+        top, total, weighted = results[0]
+        return (weighted / total).astype(dtype), shift_of(top) + jnp.log(total)
+
+    return Epilogue(finished, (out, row), key=("normalised", dtype))
 
 
 def rounding(a: Attention) -> str | None:

@@ -12,6 +12,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Ref, identity, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import Names
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN
+from symjax_rewrite.pallas_kernels.fold.attention import normalised
 from symjax_rewrite.pallas_kernels.fold.attention_symbols import (
     HALVES,
     Number,
@@ -20,13 +21,11 @@ from symjax_rewrite.pallas_kernels.fold.attention_symbols import (
     rules_of,
 )
 from symjax_rewrite.pallas_kernels.fold.spec import (
-    Epilogue,
     ExpSums,
     FoldSpec,
     Tile,
     WeightedTerm,
 )
-from symjax_rewrite.pallas_kernels.monoid import shift_of
 
 
 def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
@@ -53,10 +52,6 @@ def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
         made = inner.fun(dots * count, values, i, j)
         return (made[root] if isinstance(made, tuple) else made,)
 
-    def finished(results: tuple, values: tuple) -> tuple[Any, Any]:
-        top, total, sums = results[0]
-        return (sums / total).astype(v.dtype), shift_of(top) + jnp.log(total)
-
     lse = (*spec.batch, spec.row)
     made = replace(
         spec,
@@ -64,9 +59,7 @@ def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
         contractions=(replace(c, row=0, col=1),),
         tile=Tile(tile, key=("scores", inner.key, root, number), dtypes=("float32",)),
         outputs=(ExpSums((WeightedTerm(), replace(weighted, weights=2))),),
-        epilogue=Epilogue(
-            finished, ((*lse, *spec.features(numbers[2])), lse), key=("attention", v.dtype)
-        ),
+        epilogue=normalised(v.dtype, (*lse, *spec.features(numbers[2])), lse),
     )
     return made, numbers
 
