@@ -1,8 +1,9 @@
-"""Scan kernels for affine loops.
+"""Scan kernels for affine loops, and for those of maxima.
 
 The body is read as index terms, without axes of size one, transpositions and broadcasts. One carry
-is updated as h ← a·h + b over its own indices. The kernel runs the body itself on pairs (a, b) in
-place of the values that depend on h, so that coefficients in any spelling are computed inside it.
+is updated as h ← a·h + b, or as h ← max(h + a, b) or min(h + a, b), over its own indices. The
+kernel runs the body itself on pairs (a, b) in place of the values that depend on h, so that
+coefficients in any spelling are computed inside it.
 Results of a step are the states, or a sum of products with them over some of their axes. Other
 readers of the results (skips, gates, projections) run for all steps after the kernel.
 """
@@ -36,10 +37,14 @@ from symjax_rewrite.ir.step_program import (
 )
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.scans.affine_steps import coefficients_of, reading_of
+from symjax_rewrite.kernel_selection.scans.affine_steps import (
+    coefficients_of,
+    extremum_of,
+    reading_of,
+)
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_state import terms_of
-from symjax_rewrite.loops.carry_dependence import DIAGONAL, SUM, groups_of, is_zero
+from symjax_rewrite.loops.carry_dependence import DIAGONAL, MAX_PLUS, SUM, groups_of, is_zero
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.loop_reading import line_of
 from symjax_rewrite.obstacles import Obstacle
@@ -56,6 +61,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSp
 from symjax_rewrite.text_tables import too_slow
 
 TIME = "t"
+BY_ENTRY = (SUM, DIAGONAL, MAX_PLUS)  # dependence of a carry on itself that a scan computes
 
 
 class NotAScanError(Exception):
@@ -171,7 +177,7 @@ def _transposed(
         if beside_bytes is not None:
             after_s += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
         found.append((seconds_written(numbers, fused, rates), after_s))
-    fits = runs_in_turns(spec) and spec.dtype == "float32"
+    fits = runs_in_turns(spec) and spec.dtype == "float32" and spec.kind == "affine"
     if not fits or not margins.pays_at_all(found, "scan", device):
         return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
     kernel = replace(builder.kernel(spec, "turns"), seconds=found[0])
@@ -228,6 +234,8 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
     spec = builder.built()
     if isinstance(spec, str):
         return None, spec
+    if spec.kind != "affine":
+        return None, "its steps take extrema"
     if not all(o.dtype == spec.dtype == "float32" for o in spec.operands):
         return None, Obstacle.DTYPES("operands of several dtypes")
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes
@@ -274,7 +282,7 @@ class _ScanBuilder:
         loop = self.loop
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
             raise NotAScanError("several carries or effects")
-        if next(groups_of(loop)).degree.kind not in (SUM, DIAGONAL):
+        if next(groups_of(loop)).degree.kind not in BY_ENTRY:
             raise NotAScanError("its steps are not affine entry by entry")
         carry, body = loop.carries[0], loop.body
         dtype = str(body.avals[carry.inner].dtype)
@@ -289,8 +297,10 @@ class _ScanBuilder:
         self.carry = start.cls
         self.indices = start.axes
         names = tuple(f"s{i}" for i in range(len(sizes)))
-        number = None if is_zero(carry.start) else self.operand(start)
-        coefficients = self._steps([out], None).coefficients()
+        steps = self._steps([out], None)
+        extremum = self._extremum(steps)
+        number = None if is_zero(carry.start) and extremum is None else self.operand(start)
+        coefficients = steps.coefficients(extremum)
         self._read_results(out)
         every = ((TIME, loop.length), *zip(names, numbers, strict=True))
         return ScanSpec(
@@ -302,10 +312,19 @@ class _ScanBuilder:
             readouts=tuple(self.readouts.values()),
             last=True,
             start=number,
+            kind=f"{extremum}-plus" if extremum else "affine",
             reverse=loop.reverse,
             dtype=dtype,
             named=tuple([a for a, n in every if not isinstance(n, int)]),
         )
+
+    def _extremum(self, steps: _ScanSteps) -> str | None:
+        """Return the extremum that a step takes; None if it is affine."""
+        if next(groups_of(self.loop)).degree.kind != MAX_PLUS:
+            return None
+        if (extremum := extremum_of(steps.steps)) is None:
+            raise NotAScanError("its steps take no extremum of sums")
+        return extremum
 
     def _read_results(self, out: Ref) -> None:
         """Find the body values the kernel returns for all steps, and the equations after it."""
@@ -532,9 +551,10 @@ class _ScanSteps(StepProgram):
         self.add("apply", (CONTRACT, None), self.roots, wide)
         return self
 
-    def coefficients(self) -> ScanProgram:
+    def coefficients(self, extremum: str | None) -> ScanProgram:
         """Return the last step as `fun(values, t) -> (a, b)`."""
-        return self._as(coefficients_of(self.steps, self.scan.t.primitives), ("scan", True))
+        fun = coefficients_of(self.steps, self.scan.t.primitives, extremum)
+        return self._as(fun, ("scan", True, extremum))
 
     def reading(self) -> ScanProgram:
         """Return the last step as `fun((before, after), values, t)`."""

@@ -9,12 +9,17 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, remade_scan, scan_of
+from symjax_rewrite.kernel_selection.scans.affine_scan import (
+    BY_ENTRY,
+    ScanKernel,
+    remade_scan,
+    scan_of,
+)
 from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
 from symjax_rewrite.kernel_selection.scans.totals import with_totals
-from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, Group, describe, groups_of
+from symjax_rewrite.loops.carry_dependence import NAMES, Group, describe, groups_of
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.options import Options
@@ -61,14 +66,17 @@ def _in_parts(
 
     why: the reason that the whole loop is no kernel. assume: facts about named sizes.
     """
-    affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
+    alone = [g for g in groups if len(g.carries) == 1 and g.degree.kind in BY_ENTRY]
     if len(groups) < 2 or any(e.eqn.effects for e in loop.body.equations):
         return None, why
-    scans = dict.fromkeys(g.carries for g in affine)
+    scans = dict.fromkeys(g.carries for g in alone)
     while scans:
         route = Partition(loop, groups, scans, device.loops.growth).parts()
         if route is None or len(route.parts) > MAX_PARTS:
             return None, why
+        is_loop_left = any(p.carries not in scans for p in route.parts)
+        if device.loops.steps_are_launches and is_loop_left and len(route.parts) > 2:
+            return None, Obstacle.COST(f"{why} (two loops cost more launches than one)")
         reasons = []
         for n, part in enumerate(route.parts):
             if part.carries in scans:
@@ -78,7 +86,7 @@ def _in_parts(
         if refused.isdisjoint(scans):
             if device.runs_on_gpu and kernels in ("auto", "always", "triton"):
                 route = with_totals(route)
-            apart = f"affine carries run apart: {'; '.join(dict.fromkeys(reasons))}"
+            apart = f"carries run apart: {'; '.join(dict.fromkeys(reasons))}"
             return route, f"{describe(loop, groups)}; {apart}"
         scans = {carries: None for carries in scans if carries not in refused}
     return None, why
@@ -89,8 +97,6 @@ def _scan(
 ) -> tuple[ScanKernel | None, str]:
     """Return a part as a kernel if its memory traffic is worth it, and the reason."""
     loop, part = route.loop, route.parts[n]
-    if device.loops.steps_are_launches and len(route.parts) > 2:
-        return None, Obstacle.COST("two loops cost more launches than one")
     written = {v for p in route.parts for v in p.ys}.difference(numbers(loop.ys))
     moved = 2 * loop.steps * sum(aval_bytes(loop.body.avals[v]) for v in written)
     level = loop.levels()

@@ -155,7 +155,6 @@ OTHER = {
     "a choice by the carry": (lambda h, x: (jnp.where(h > 0, h, x), h), "gt of the carry"),
     "a quotient": (lambda h, x: (x / (h + 1), h), "quotient"),
     "a matrix": (lambda h, x: (h @ W + x, h), "affine by a matrix"),
-    "max-plus": (lambda h, x: (jnp.maximum(h + x, x), h), "max-plus"),
 }
 
 
@@ -298,6 +297,30 @@ def test_gradients_on_a_gpu_have_no_step_that_is_a_launch(
     text = lower(ours, args).as_text()
     assert "triton" in text
     assert "stablehlo.while" not in text
+
+
+def per_head(x, dt, A, b, c, skip):
+    """A selective scan with one decay for all channels of a head, as in Mamba-2."""
+
+    def step(h, given):
+        x, dt, b, c = given
+        decay = jnp.exp(dt * A)[..., None, None]
+        h = decay * h + (dt[..., None] * x)[..., None] * b[:, None, None]
+        return h, jnp.einsum("ehdn,en->ehd", h, c) + skip[:, None] * x
+
+    return lax.scan(step, jnp.zeros((*x.shape[1:], b.shape[-1])), (x, dt, b, c))[1]
+
+
+@pytest.mark.lowering
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+def test_running_sums_beside_a_state_are_kernels(one_device: None, lower: Callable) -> None:
+    """The derivatives of a decay and of a skip are three carries with that of the state."""
+    pulled = lambda *args: jax.vjp(per_head, *args[:-1])[1](args[-1])  # noqa: E731
+    wide, shared = (256, 2, 4, 32), (256, 2, 16)
+    shapes = wide, wide[:3], (4,), shared, shared, (4,), wide
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
+    text = lower(sym_optimize(pulled, device="h200"), args).as_text()
+    assert "triton" in text and "stablehlo.while" not in text
 
 
 @pytest.mark.parametrize("between", [jnp.tanh, lambda y: y], ids=["nonlinear", "linear"])
