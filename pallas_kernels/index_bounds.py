@@ -23,7 +23,7 @@ LARGEST_OFFSET = 2**29  # beside it, numbers below 2^30 and their differences st
 
 
 class _Tracked(NamedTuple):
-    """A value and what is known of it: (a, b, c) for a·i + b·j + c, a truth, or None."""
+    """A value and its known form: (a, b, c) for a·i + b·j + c, a truth, or None."""
 
     value: Array
     form: Form | bool | None = None
@@ -107,7 +107,7 @@ _KEPT = ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy
 
 
 def _form(name: str, forms: Sequence[Any], dtype: Any, band: tuple) -> Form | bool | None:
-    """Return what is known of the result of a primitive from what is known of its operands."""
+    """Return the known form of the result of a primitive, from those of its operands."""
     if any(f is None for f in forms) or not forms:
         return None
     if name in _COMPARED and all(isinstance(f, tuple) for f in forms):

@@ -123,7 +123,7 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
     If terms may cancel, exact terms stay in the sum in which they were written. In `(a − b) + x·W`
     a − b is exact for close a and b, and the rounded a + x·W is not. So it is for a rounded b that
-    many entries share, as a mean: what reads the sum may undo one error of all. In `s − mean(s)`
+    many entries share, as a mean: readers of the sum may undo one error of all. In `s − mean(s)`
     both terms read one rounded s, and s stays closed.
     """
     g, dtype = ctx.g, ctx.g.classes[cls].dtype

@@ -63,7 +63,7 @@ class _Choice:
         self.left = [c for c in self.left if c not in faulty]
 
     def replace_all(self, program: Program, staged: Staged) -> Program:
-        """Return the program with what is left; refuse candidates until none is in conflict."""
+        """Return the program with all candidates left; refuse some until none is in conflict."""
         while self.left:
             try:
                 made = replaced(program, [p for c in self.left for p in c.parts], staged)
@@ -129,7 +129,7 @@ def _removed_copies(
 
 
 def _beside(program: Program, parts: Sequence[Part]) -> list[Equation]:
-    """Return the equations that parts replace or leave dead, and those that read what these read.
+    """Return the equations that parts replace or leave dead, and other readers of their operands.
 
     Raises:
         ConflictError: some part reads a value that nothing computes.

@@ -22,3 +22,10 @@ def test_every_folder_is_listed() -> None:
     named = set(re.findall(r"\]\((?:\.\./)?([\w.]+)/?\)", section("Folders")))
     folders = {p.parent.name for p in FOLDER.glob("*/__init__.py")}
     assert folders <= named
+
+
+def test_every_module_of_kernels_is_listed() -> None:
+    kernels = FOLDER / "pallas_kernels"
+    text = (kernels / "README.md").read_text(encoding="utf-8")
+    modules = {path.name for path in kernels.glob("*.py")} - {"__init__.py"}
+    assert {name for name in modules if f"`{name}`" not in text} == set()

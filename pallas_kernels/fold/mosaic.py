@@ -59,7 +59,7 @@ from symjax_rewrite.pallas_kernels.triton_programs import for_triton
 Array = Any
 OLDEST_JAX = (0, 11, 2)  # whose interpreter runs these kernels
 HALVES = ("bfloat16", "float16")
-READ = {*HALVES, "float32", "int32", "bool"}  # dtypes of what tiles and epilogues read
+READ = {*HALVES, "float32", "int32", "bool"}  # dtypes that tiles and epilogues read
 RESULTS = tuple(map(jnp.dtype, (*HALVES, "float32")))
 WIDE = 256  # features contracted, and features summed; more need too many registers
 MOST_AXES = 5  # of an array that TMA copies
@@ -169,7 +169,7 @@ def blocks_of(spec: FoldSpec) -> MosaicBlocks | Reason:
 
 
 def _registers_fit(spec: FoldSpec, blocks: MosaicBlocks) -> bool:
-    """Return True if sums and tiles leave a thread room for what else it holds."""
+    """Return True if sums and tiles leave a thread room for its other values."""
     sums = sum(padded(spec.width(k), LEAST_SIDE) for k in weights_of(spec))
     held = (sums + (len(spec.contractions) + 1) * blocks.cols) * ROWS // 128
     return held <= (192 if blocks.groups > 1 else 208)

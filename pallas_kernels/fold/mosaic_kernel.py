@@ -313,7 +313,7 @@ class MosaicKernel:
     def reader(
         self, number: int, inputs: Sequence[Any], tiles: Mapping[int, Any], place: Mapping[str, Any]
     ) -> Callable[[], Array]:
-        """Return what loads an operand as programs read it: a scalar, a vector or a tile."""
+        """Return the load of an operand as programs read it: a scalar, a vector or a tile."""
         axes, dtype = self.operands[number].axes, self.spec.operands[number].dtype
 
         def load() -> Array:
@@ -383,8 +383,8 @@ class MosaicKernel:
     ) -> list[tuple[Array, list[Array | None]]]:
         """Return by output its tile, without its factor, and the factors of its terms.
 
-        values: functions that load what the program reads. row, start: the numbers of the first row
-        and column. Columns past the end hold the identity.
+        values: functions that load the operands of the program. row, start: the numbers of the first
+        row and column. Columns past the end hold the identity.
         """
         spec, shape = self.spec, (ROWS, self.blocks.cols)
         i = lambda: row + lax.iota(jnp.int32, ROWS)  # noqa: E731
@@ -439,7 +439,7 @@ class MosaicKernel:
     def measures(
         self, output: Output, factors: Sequence[Array | None], tiles: Mapping[int, Any]
     ) -> list[monoid.Measure]:
-        """Return by term what sums a tile with the factor and the weights of the term."""
+        """Return by term the function that sums a tile with the factor and weights of the term."""
         terms = zip(terms_of(output), factors, strict=True)
         return [partial(self.measured, t, factor, tiles) for t, factor in terms]
 
@@ -474,7 +474,7 @@ class MosaicKernel:
     def finish(self, states: tuple[State, ...], rows: Sequence[Any]) -> list[Array]:
         """Return all results of a warpgroup, flat: [rows] or [rows, features].
 
-        rows: functions that load what the epilogue reads.
+        rows: functions that load the operands of the epilogue.
         """
         told = tuple(
             (s[0] * factor, *s[1:]) if factor != 1 else s

@@ -411,7 +411,7 @@ def finish(
 
 
 def results_of(spec: FoldSpec, states: Sequence[State], arrays: Sequence[Array]) -> tuple[Any, ...]:
-    """Return what a fold returns from the states of all rows; `arrays`: its operands."""
+    """Return the results of a fold from the states of all rows; `arrays`: its operands."""
     blocks = [
         None if spec.col in o.axes else read_block(spec, k, arrays[k], {}, {}, spec.batch)
         for k, o in enumerate(spec.operands)

@@ -90,7 +90,7 @@ class _Sweep:
         return self.spec.row in self.spec.named or self.spec.rows % self.blocks.rows != 0
 
     def place_of(self, step: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return where the blocks of a step start, and where what no earlier block held starts."""
+        """Return the starts of a step's blocks, and of the elements that no earlier block held."""
         spec, parts = self.spec, dict(self.blocks.parts)
         step = lax.convert_element_type(step, jnp.int32)  # 64 bits wide if JAX's ints are
         count = _int32(self.row_blocks)

@@ -202,7 +202,7 @@ class _NormKernel:
 
     @property
     def results(self) -> list[tuple[str, Any]]:
-        """Return axes and aval of what a program stores: the result, or the sums of its split.
+        """Return axes and aval of a program's result: the result, or the sums of its split.
 
         Sums in order: products, sides, column sums by weight, and a share of the mean of x.
         """

@@ -199,7 +199,7 @@ class ProgramsAlong(NamedTuple):
 
 
 Axis = str | ProgramsAlong
-CHUNK = "chunk"  # the axis of what each chunk of time writes
+CHUNK = "chunk"  # the axis of the results of each chunk of time
 
 
 def _is_part(axis: Axis) -> bool:
@@ -263,7 +263,7 @@ class Sweep:
         return tuple(a for a in readout.over if a != self.summed)
 
     def written_axes(self) -> list[tuple[Axis, ...]]:
-        """Return the axes of what the kernel writes: of sums over other programs, the parts."""
+        """Return the axes of the kernel's results: of sums over other programs, the parts."""
         parts: list[tuple[Axis, ...]] = [
             (*[CHUNK] * r.total, *map(ProgramsAlong, self.parted(r))) for r in self.spec.readouts
         ]

@@ -100,7 +100,7 @@ def is_faster(one: Sequence[float], other: Sequence[float], device: Device) -> b
 
 
 def tuned(result: Result, optimiser: Optimiser, known: dict[str, tuning_cache.Entry]) -> Result:
-    """Return the fastest program that is found, with a record of what was measured.
+    """Return the fastest program that is found, with a record of the measurements.
 
     result: of the model; kept where nothing can be measured. known: what this process has measured,
     by program; an entry is added.
@@ -259,7 +259,7 @@ class _Tuning:
         return written, again
 
     def _difference(self, best: Trial) -> str:
-        """Return in words what a program has and has not, beside the model's choice."""
+        """Return in words how a program differs from the model's choice."""
         named = lambda some: [self.seen[c].name for c in sorted(some)]  # noqa: E731
         chosen = best.choices or frozenset()
         words = [f"with {name}" for name in named(chosen - self.preferred)]

@@ -145,7 +145,7 @@ class _Cases:
         return _Case(result, out_tree, constants, run, jax.jit(run), over)
 
     def _cheapest(self, closed: ClosedJaxpr, known: int) -> tuple[Result, ClosedJaxpr]:
-        """Return the decision whose remaining program costs less, and what it emits.
+        """Return the decision whose remaining program costs less, and the program that it emits.
 
         One decision prices the frozen part at zero: it merges an adapter. The other prices it like
         the rest: it shares a product of what varies among several frozen weights, where the first

@@ -181,7 +181,7 @@ def _taken(decision: Decision) -> Iterator[_Use]:
 
 
 def _refused(decision: Decision) -> Iterator[_Use]:
-    """Yield the refusals of what has a property."""
+    """Yield the refusals of values that have a property."""
     pack = decision.optimiser.rules
     rules = {r.name: r.property for r in pack.rules}
     for r in decision.result.routes:
@@ -268,7 +268,7 @@ def _of_use(use: _Use) -> Iterator[Finding]:
 
 
 def _unused(trait: Trait, parts: list[Bottleneck]) -> Finding:
-    """Return the finding of a trait that nothing uses, with a bound of what it could save."""
+    """Return the finding of a trait that nothing uses, with a bound of its savings."""
     line = next((p for p in parts if p.where == trait.where), None)
     saved = None if line is None or trait.share is None else trait.share * line.seconds
     found = Finding(trait.property, trait.what, trait.where, saved_s=saved, reason=NOT_USED)

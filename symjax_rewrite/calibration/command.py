@@ -193,7 +193,7 @@ def record(base: Device, device: Device, readings: dict[str, Reading], name: str
 
 
 def _machine() -> dict[str, Any]:
-    """Return what the figures were measured on."""
+    """Return the machine and versions that the figures were measured on."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,

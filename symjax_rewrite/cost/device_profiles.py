@@ -117,7 +117,7 @@ class Device:
         """Yield the profiles with figures at the ends of their ranges, in all combinations.
 
         A range is as wide as the source of the figure lets it be in doubt (`Margins.estimate`,
-        `Margins.figure`). What holds for all of these profiles holds for the device.
+        `Margins.figure`). A fact of all these profiles is a fact of the device.
         """
         doubts = {True: self.margins.figure, False: self.margins.estimate}
         by_path = [(path, doubts[self.is_measured(path)]) for path in paths]

@@ -16,7 +16,7 @@ from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 SYMBOLIC = 64  # value of a symbolic size
-PLAIN = ELEMENTWISE | VIEWS | {"slice", "concatenate"}  # what they make is what they take
+PLAIN = ELEMENTWISE | VIEWS | {"slice", "concatenate"}  # a step for each element of the result
 
 
 def aval_size(aval: Any) -> float:

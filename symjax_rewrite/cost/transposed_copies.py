@@ -92,7 +92,7 @@ class _Copies:
     def of(self, v: object, aval: Any, order: Sequence[int], is_operand: bool = False) -> float:
         """Return the seconds to move what a value is computed from in memory; 0 if in order.
 
-        What it is computed from in several ways is moved once.
+        An operand that is read in several ways is moved once.
         """
         if not isinstance(v, int):
             return 0.0  # a literal is a scalar

@@ -153,7 +153,7 @@ class _Units:
     def _divided(self, parts: list[Part]) -> bool:
         """Give every value of these parts a unit of its own; False if each has one already.
 
-        What computes the values of a part is still run once, as a unit that these units read.
+        The part itself still runs once, as a unit that these units read.
         """
         wide = [u for u in self._units.values() if u.maker in parts and len(u.makes) > 1]
         for unit in wide:

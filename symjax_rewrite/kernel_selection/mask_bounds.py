@@ -254,7 +254,7 @@ class _Reader:
         if x is None or y is None:
             return EVERYWHERE
         found = []
-        for sign in (1, -1) if is_abs else (1,):  # what is of rows on the left, of columns right
+        for sign in (1, -1) if is_abs else (1,):  # rows on the left, columns on the right
             sides = sign * x.of_row - y.of_row, y.of_column - sign * x.of_column
             found.append(MaskRegion(*diagonals(name, *sides, self.rows, self.cols)))
         return _meet(found)
@@ -348,7 +348,7 @@ def band_of(
         cols: number of columns.
     """
     region, floor = NOWHERE, -math.inf
-    tops: set[int | None] = set()  # what the floor is compared with; None: a fold's own maximum
+    tops: set[int | None] = set()  # maxima that the floor is compared with; None: a fold's own
     for step, fill in outputs:
         reader = _Reader(steps, known, rows, cols)
         seen = reader.support(step, fill, True)

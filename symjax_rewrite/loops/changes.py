@@ -1,6 +1,6 @@
 """Changed loops as parts and candidates of a program.
 
-A pass reads an equation as a `Loop`, changes it, and yields the loop and what has left it.
+A pass reads an equation as a `Loop`, changes it, and yields the loop and the equations that left.
 
     yield candidate(loop_part(loop, motion), names=["loop_invariant"])
 """

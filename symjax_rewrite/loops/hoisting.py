@@ -81,7 +81,7 @@ def _gains(alone: float, together: float, written: float, device: Device) -> boo
 
 
 class _Plan:
-    """The plan of what leaves one loop."""
+    """The plan of the equations that leave one loop."""
 
     def __init__(self, loop: Loop, device: Device, leaves: set[int]) -> None:
         self.loop, self.device, self.leaves = loop, device, leaves

@@ -359,7 +359,7 @@ class LoopSearch:
     ) -> tuple[Replacement, str, list[str]]:
         """Return the part with a kernel for the rest of the loop, and the reasons for and against.
 
-        What is found for the rest overrides the reasons found for the loop as written.
+        Reasons found for the rest override those found for the loop as written.
         """
         avals = [self.program.avals[v] for v in numbers(part.reads)]
         rest = flatten(jax_internals.make_avals_jaxpr(part.fun, avals))

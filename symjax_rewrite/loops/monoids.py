@@ -3,7 +3,7 @@
 A state of a monoid may rest on others: Σ exp(x − m) on the maximum m, a mean on a count, a sum of
 squared deviations on both (Chan, Golub and LeVeque 1983), a value that is kept with an extremum on
 the extremum. `law` is the equation that a step is tested against, with `loops.exact_steps` as `o`,
-and what combines two states, with jax.numpy as `o`. `total` combines the states of all steps, which
+and that combines two states, with jax.numpy as `o`. `total` combines the states of all steps, which
 are the first axis.
 """
 

@@ -1,10 +1,10 @@
 """A loop and its backward loop, optimised as one step forth and back.
 
 A loop over layers that was differentiated stores residuals of every step, such as the weights of
-attention, and its backward loop reads them. What a step computes twice or stores is then decided
-between two bodies. Here both bodies are one program, from the operands of a step to the results of
-both, which is optimised and cut again (`program_partition`): the forward loop stores the values at
-the cut.
+attention, and its backward loop reads them. Each body alone does not tell which values to store and
+which to compute twice. Here both bodies are one program, from the operands of a step to the results
+of both, which is optimised and cut again (`program_partition`): the forward loop stores the values
+at the cut.
 """
 
 from __future__ import annotations

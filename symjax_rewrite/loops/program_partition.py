@@ -23,7 +23,7 @@ from symjax_rewrite.loops.linear_zeros import run_with_zeros, with_zero
 
 FUSED = (ELEMENTWISE | VIEWS | {"iota", "slice", "concatenate", "pad", "rev"}) - SLOW_MAPS
 CHEAP = FUSED | SLOW_MAPS | {"reduce_sum", "reduce_max", "reduce_min"}
-RECOMPUTED = (FUSED, CHEAP, None)  # what a last part computes again; None: everything
+RECOMPUTED = (FUSED, CHEAP, None)  # primitives that a last part computes again; None: all
 MEMORY = 1.05  # bound on the bytes of kept values, relative to those that are kept as written
 
 

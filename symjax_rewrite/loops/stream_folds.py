@@ -42,7 +42,7 @@ from symjax_rewrite.loops.monoid_carries import MonoidFold, monoid_fold
 from symjax_rewrite.loops.motion import all_steps, seconds_at_once
 
 _SELECTIONS = ("top_k", "sort")
-KERNELS = 5  # of the total of a monoid: the states, its reductions, and what combines them
+KERNELS = 5  # of the total of a monoid: the states, its reductions, and their combination
 
 
 class Join(NamedTuple):
@@ -325,7 +325,7 @@ def _seconds(fold: StreamFold, level: dict[int, int], device: Device) -> tuple[f
     together += 2 * written / device.bytes_per_s
     together += sum(seconds_at_once(e, steps, level, device) for e in own)
     if not (facts.steps_are_launches or fold.selections):
-        # A kernel runs all steps; what depends on no carry takes as long in it as before it.
+        # A kernel runs all steps; work that reads no carry takes as long in it as before it.
         return steps * len(own) * facts.kernel_operation_s, together
     launch = device.launch_s if facts.steps_are_launches else 0.0
     alone = steps * launch * (len(states) + len(fold.selections))

@@ -191,7 +191,7 @@ def _output(
 
 
 def equal(a: Calculus, p: Poly, q: Poly) -> bool:
-    """Return True if polynomials are equal: multiplied out, or in every case of what they test."""
+    """Return True if polynomials are equal: multiplied out, or in every case of their tests."""
     rest = ZERO if p == q else a.sub(p, q)
     if cancels(a, rest):
         return True

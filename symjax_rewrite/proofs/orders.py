@@ -31,7 +31,7 @@ UNSPLIT = frozenset("leaf index carry opaque recurrence iteration".split())
 def common_factor(
     a: Calculus, branches: list[Branch], bound: set[int]
 ) -> tuple[Poly, list[Branch]]:
-    """Return a positive factor of all branches, and what remains of them."""
+    """Return a positive factor of all branches, and the branches without it."""
     terms = [t for _, p in branches for t in p]
     common: dict[Atom, Number] = {}
     for atom in {x for mono, _ in terms for x, _ in mono}:

@@ -97,7 +97,7 @@ def _as_decided(before_s: float, after_s: float, result: Result) -> tuple[float,
 
     A pass may compare its forms with more than terms count: the time to begin a sum over the
     features of each pair, lookups, fresh memory for all pairwise values at once, layouts, steps of
-    loops. What no change computes takes the same time in both programs.
+    loops. Equations that no change computes take the same time in both programs.
     """
     prices = [c.seconds for c in result.changes if c.seconds is not None]
     written_s, changed_s = (sum(side) for side in zip(*prices, strict=True)) if prices else (0, 0)

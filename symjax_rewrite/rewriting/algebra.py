@@ -111,7 +111,7 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
 def _hopeless(program: Program, context: Context) -> dict[Key, str]:
     """Return the regions that are not worth a search, with reasons; they are found once.
 
-    What such a region could save is too small a share of the program, or its products are in their
+    The savings of such a region are too small a share of the program, or its products are in their
     best order with nothing else to save. Small regions of a program that has few are worth a search
     in any case.
     """

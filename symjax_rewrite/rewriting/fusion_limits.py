@@ -143,7 +143,7 @@ def _chain(x: int, r: Fused) -> Chain:
     avals, makers, users = r.program.avals, r.makers, r.users
     shape = avals[x].shape
     found, size, seen, stack = Chain(shape[-1] if shape else 1), math.prod(shape), {x}, [x]
-    stored: set[int] = set()  # and what these are computed from
+    stored: set[int] = set()  # and their operands
     for v in stack:
         maker = makers.get(v)
         if avals[v].size < size:
@@ -216,7 +216,7 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
             continue
         readers = {u.outvals: u for u in _fused_readers(e, r.users) if u.name == "dot_general"}
         products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
-        if len(readers) == len(products) == 1:  # what several products read is stored
+        if len(readers) == len(products) == 1:  # XLA stores the operands of several products
             read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
             rows_s = facts.row_s * made
             fused_s = rows_s + device.page_seconds(4.0 * read)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from symjax_rewrite.ir.dataflow import Needed, connected, node_of
+from symjax_rewrite.ir.dataflow import Needed, connected, node_of, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.index_tests import is_indicator
 from symjax_rewrite.ir.primitives import RING, dtype_kind
@@ -194,19 +194,17 @@ def _sums_pairs(g: EGraph, need: Needed, cls: int) -> bool:
     """
     if any(len({*a.axes}) == len(g.classes[cls].sizes) for a in node_of(g, cls).args):
         return False
-    stack = [cls]
-    while stack:
-        c = stack.pop()
-        for u in need.users.get(c, ()):
-            user = node_of(g, u)
-            if user.op != CONTRACT and not (user.op == ADD and len(user.args) == 1):
-                return False
-            read = {i for a in user.args if a.cls == c for i in a.axes}
-            if any(a.cls != c and not read.isdisjoint(a.axes) for a in user.args):
-                return False  # a weight of every row or pair
-            if not user.bound:
-                stack.append(u)
-    return True
+
+    def sums(c: int, user: Node) -> bool:
+        if user.op != CONTRACT and not (user.op == ADD and len(user.args) == 1):
+            return False
+        read = {i for a in user.args if a.cls == c for i in a.axes}
+        # Another operand over these indices is a weight of every row or pair.
+        return all(a.cls == c or read.isdisjoint(a.axes) for a in user.args)
+
+    users = lambda c: [u for u in need.users.get(c, ()) if not node_of(g, u).bound]  # noqa: E731
+    reached = walk([cls], users)
+    return all(sums(c, node_of(g, u)) for c in reached for u in need.users.get(c, ()))
 
 
 def _mixes(g: EGraph, user: int, cls: int) -> bool:

@@ -50,7 +50,7 @@ FUSION = "loop_fusion"
 PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
-# Passes besides rules, with what they do. Every pack includes them unless it excludes them by name.
+# Passes besides rules, and their effects. Every pack includes them but those excluded by name.
 PASSES = {
     COMMON: "a product that is written twice is computed once",
     REPEATED: "a product is computed once for all copies of an operand",

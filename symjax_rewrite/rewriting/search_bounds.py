@@ -298,7 +298,7 @@ class _FlatProducts:
     def _least(self, ways: Mapping[int, list[float]]) -> float | None:
         """Return the seconds of all products, those that are read twice stored or made each time.
 
-        ways: by product, its seconds with what is stored as a factor, and with all opened.
+        ways: by product, its seconds with stored factors, and with all factors opened.
         """
         shared = [c for c in ways if c not in self.roots]
         read = {c: {f for f, _ in closed}.intersection(shared) for c, closed, _ in self.tops}

@@ -321,7 +321,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     def operands(c: int) -> list[int]:
         return [a.cls for a in choice[c].args if a.cls in mine]
 
-    order = postorder(roots, operands)  # what one reduction needs alone is freed before the next
+    order = postorder(roots, operands)  # values of one reduction alone are freed before the next
     place = {c: n for n, c in enumerate(order)}
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}

@@ -327,7 +327,7 @@ def _is_inside(ref: Ref, node: Node) -> bool:
     return set(ref.axes) <= {*range(-1, node.out)}
 
 
-_BOUNDED = {op.MAP, op.ADD, op.CONTRACT}  # terms of which `least_read` knows what they read
+_BOUNDED = {op.MAP, op.ADD, op.CONTRACT}  # terms whose reads `least_read` knows
 _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
     op.DELTA: lambda pair, ref, node: Opened("delta"),
     op.CONTRACT: Pair._contraction,

@@ -339,7 +339,7 @@ class SparseReductions:
 
 
 def _seconds(route: ClassRoute, device: Device) -> float:
-    """Return the seconds of a sum over nonzero places: lookups of what it reads, and its sums."""
+    """Return the seconds of a sum over nonzero places: lookups of its operands, and its sums."""
     folds, made = device.folds, route.make
     assert isinstance(made, SparseSum)
     size = made.columns.builder.sizes

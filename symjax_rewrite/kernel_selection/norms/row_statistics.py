@@ -141,7 +141,7 @@ class ProgramBuilder(StepProgram):
         if len(slopes) == 1:
             (a, b) = slopes[0]
             if self.centred and b != self.times(a, self.add(CENTRE, None)):
-                total = self.add("sides", SUM)  # of x − mean: what the mean was rounded by
+                total = self.add("sides", SUM)  # of x − mean: the rounding error of the mean
             return self.plus((1, self.times(scale, a, total)), (count, self.times(scale, b)))
         (a, b), (c, d) = slopes
         squares = self.add("sides", SQUARES)

@@ -29,6 +29,7 @@ from symjax_rewrite.ir.dataflow import (
     is_computed_from,
     is_float_cast,
     node_of,
+    walk,
 )
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
@@ -273,21 +274,20 @@ def _other_users(
 def _sum_is_read(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
     """Return True if something besides these kernels reads a sum of the centred values alone.
 
-    Such a sum corrects what the mean was rounded by. The kernel rounds a mean of its own.
+    Such a sum corrects the rounding error of the mean. The kernel rounds a mean of its own.
     """
     g = t.graph
-    stack = list(_other_users(t, need, m.opened, made))
-    seen = set(stack)
-    while stack:
-        cls = stack.pop()
+
+    def is_sum(cls: int) -> bool:
         node = node_of(g, cls)
-        if node.op == op.CONTRACT and node.bound and len(node.args) == 1:
-            return True
-        if (node.op in (op.ADD, op.CONTRACT) and not node.bound) or is_float_cast(g, cls):
-            more = [u for u in need.users.get(cls, ()) if u not in seen]
-            seen.update(more)
-            stack += more
-    return False
+        return node.op == op.CONTRACT and bool(node.bound) and len(node.args) == 1
+
+    def readers(cls: int) -> Iterable[int]:
+        node = node_of(g, cls)
+        is_linear = node.op in (op.ADD, op.CONTRACT) and not node.bound
+        return need.users.get(cls, ()) if is_linear or is_float_cast(g, cls) else ()
+
+    return any(map(is_sum, walk(_other_users(t, need, m.opened, made), readers)))
 
 
 def _epilogues(

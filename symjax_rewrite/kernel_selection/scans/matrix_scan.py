@@ -235,7 +235,7 @@ def matrices_of(
     specs = [spec_of(loop, k.state, q, False) for k in found.values() for q in k.state.queries]
     rates = device.scans.chunks
     if rates is None:
-        # what the gradient as written needs; kernels need less
+        # values that the gradient as written needs; kernels need less
         states = sum(math.prod(k.state.sizes) for k in found.values())
         written = 4.0 * STATES_WRITTEN * loop.length * states
         short = gradient and written > device.memory_bytes
