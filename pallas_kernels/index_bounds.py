@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite import jax_internals, jax_kernels
+from symjax_rewrite import jax_internals
 
 Array = Any
 Form = tuple[int, int, int]
@@ -50,8 +50,6 @@ def inside_band(
 def _evaluate(closed: Any, args: Sequence[Any], band: tuple, decided: list[bool]) -> list[Any]:
     def run(eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name in jax_kernels.CALLS:
-            return _evaluate(jax_internals.bodies(eqn)[0], operands, band, decided)
         known = [_known(x) for x in operands]
         forms = [k.form for k in known]
         shape = eqn.outvars[0].aval.shape
@@ -65,7 +63,7 @@ def _evaluate(closed: Any, args: Sequence[Any], band: tuple, decided: list[bool]
             return [_Tracked(x) for x in outs]
         return [_Tracked(outs[0], _form(name, forms, outs[0].dtype, band))]
 
-    return jax_internals.eval_each(closed, args, run)
+    return jax_internals.eval_inlined(closed, args, run)
 
 
 def _known(x: Any) -> _Tracked:

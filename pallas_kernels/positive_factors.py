@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite import jax_internals, jax_kernels
+from symjax_rewrite import jax_internals
 
 Array = Any
 LEAST_FACTOR = 2.0**-20  # of a smaller one the product may underflow where the operand does not
@@ -47,8 +47,6 @@ def without_factors(fun: Callable[..., Any], *given: Any) -> list[Scaled]:
 
 def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
     def run(eqn: Any, operands: list[Any]) -> list[Any]:
-        if eqn.primitive.name in jax_kernels.CALLS:
-            return _evaluate(jax_internals.bodies(eqn)[0], operands)
         known = [_known(x) for x in operands]
         outs = jax_internals.eval_equation(eqn, [k.value for k in known])
         rule = _RULES.get(eqn.primitive.name)
@@ -56,7 +54,7 @@ def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
             return outs
         return [rule(eqn, outs[0], known)]
 
-    return jax_internals.eval_each(closed, args, run)
+    return jax_internals.eval_inlined(closed, args, run)
 
 
 def _known(x: Any) -> Scaled:

@@ -87,8 +87,6 @@ def for_triton_loop(fun: Fun, is_fixed: Sequence[bool]) -> Fun:
 
 def _with_factors(closed: Any, args: Sequence[Any]) -> list[Any]:
     def run(eqn: Any, operands: list[Any]) -> list[Any]:
-        if eqn.primitive.name in jax_kernels.CALLS:
-            return _with_factors(jax_internals.bodies(eqn)[0], operands)
         known = [_operand(x) for x in operands]
         if eqn.primitive.name == "exp" and (made := _exp_of_product(known[0])) is not None:
             return [_Operand(made, False)]
@@ -97,7 +95,7 @@ def _with_factors(closed: Any, args: Sequence[Any]) -> list[Any]:
         is_fixed = all(k.is_fixed for k in known)
         return [_Operand(x, is_fixed, factors) for x in outs]
 
-    return jax_internals.eval_each(closed, args, run)
+    return jax_internals.eval_inlined(closed, args, run)
 
 
 def _operand(x: Any) -> _Operand:

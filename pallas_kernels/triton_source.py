@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite import jax_internals, jax_kernels
+from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels.triton_programs import for_triton_loop
 
 DTYPES = frozenset({"float32", "bfloat16", "float16", "int32"})
@@ -92,8 +92,6 @@ class TritonSource:
 
     def _each(self, closed: Any, args: Sequence[Expression]) -> list[Any]:
         def run(eqn: Any, operands: list[Any]) -> list[Any]:
-            if eqn.primitive.name in jax_kernels.CALLS:
-                return self._each(jax_internals.bodies(eqn)[0], operands)
             known = [_value(x) for x in operands]
             text, made = expression(eqn, known), [str(v.aval.dtype) for v in eqn.outvars]
             if text is None:
@@ -101,7 +99,7 @@ class TritonSource:
             is_fixed = all(v.is_fixed for v in known)
             return [self.let(text or "0", dtype, is_fixed) for dtype in made]
 
-        return jax_internals.eval_each(closed, args, run)
+        return jax_internals.eval_inlined(closed, args, run)
 
 
 def expression(eqn: Any, operands: Sequence[Expression]) -> str | None:

@@ -109,6 +109,19 @@ def eval_each(
     return read_atoms(jaxpr.outvars, env)
 
 
+def eval_inlined(
+    closed: ClosedJaxpr, args: Sequence[Any], run: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluate a jaxpr as `eval_each` does, with the equations of its calls in their place."""
+
+    def inlined(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name in CALLS:
+            return eval_inlined(bodies(eqn)[0], operands, run)
+        return run(eqn, operands)
+
+    return eval_each(closed, args, inlined)
+
+
 def read_atoms(atoms: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
     """Return the values of literals, and of variables in `env`."""
     return [a.val if is_literal(a) else env[a] for a in atoms]

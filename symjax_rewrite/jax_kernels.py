@@ -14,12 +14,12 @@ from jax._src.interpreters import mlir as _mlir
 
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.jax_internals import (
-    CALLS,
     ClosedJaxpr,
     JaxprEqn,
     bodies,
     eval_each,
     eval_equation,
+    eval_inlined,
 )
 
 Rule = Callable[..., Any]
@@ -62,11 +62,9 @@ def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> lis
         rule = rules.get(eqn.primitive.name)
         if rule is not None and _is_float(eqn.outvars[0].aval):
             return [rule(lambda *xs: eval_equation(eqn, xs)[0], *operands, **eqn.params)]
-        if eqn.primitive.name in CALLS:
-            return eval_with(rules, bodies(eqn)[0], *operands)
         return eval_equation(eqn, operands)
 
-    return eval_each(closed, args, run)
+    return eval_inlined(closed, args, run)
 
 
 def _is_float(aval: Any) -> bool:

@@ -151,32 +151,25 @@ Rules = dict[str, Callable[..., Symbol]]
 
 def interpreted(closed: ClosedJaxpr, inputs: Sequence[Symbol], rules: Rules) -> list[Symbol]:
     """Return the symbols of a program's results."""
-    env: dict[Any, Symbol] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    env |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
-    def read(atom: Any) -> Symbol:
-        return np.asarray(atom.val) if jax_internals.is_literal(atom) else env[atom]
+    def run(eqn: JaxprEqn, args: list[Symbol]) -> list[Symbol]:
+        if any(a is None for a in args):
+            return [None] * len(eqn.outvars)
+        args = [np.asarray(a) if _is_concrete(a) else a for a in args]
+        if all(map(_is_concrete, args)):
+            with jax.ensure_compile_time_eval():
+                return jax_internals.eval_equation(eqn, args)
+        if eqn.primitive.name in SAME:
+            return [args[0]]
+        rule = rules.get(eqn.primitive.name)
+        return [rule(*args, **eqn.params) if rule else None] * len(eqn.outvars)
 
-    for eqn in closed.jaxpr.eqns:
-        made = _applied(eqn, [read(a) for a in eqn.invars], rules)
-        env |= dict(zip(eqn.outvars, made, strict=True))
-    return [read(a) for a in closed.jaxpr.outvars]
+    return jax_internals.eval_inlined(closed, inputs, run)
 
 
-def _applied(eqn: JaxprEqn, args: list[Symbol], rules: Rules) -> list[Symbol]:
-    """Return the symbols of an equation's results."""
-    name = eqn.primitive.name
-    if any(a is None for a in args):
-        return [None] * len(eqn.outvars)
-    if name in jax_internals.CALLS:
-        return interpreted(jax_internals.bodies(eqn)[0], args, rules)
-    if all(isinstance(a, (np.ndarray, jax.Array)) for a in args):
-        with jax.ensure_compile_time_eval():
-            return jax_internals.eval_equation(eqn, args)
-    if name in SAME:
-        return [args[0]]
-    rule = rules.get(name)
-    return [rule(*args, **eqn.params) if rule else None] * len(eqn.outvars)
+def _is_concrete(x: Symbol) -> bool:
+    """Return True for an array, or a number as a literal holds it."""
+    return isinstance(x, (bool, int, float)) or hasattr(x, "dtype")
 
 
 def converted(x: Symbol, dtype: str) -> Symbol:

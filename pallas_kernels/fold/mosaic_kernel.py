@@ -383,8 +383,8 @@ class MosaicKernel:
     ) -> list[tuple[Array, list[Array | None]]]:
         """Return by output its tile, without its factor, and the factors of its terms.
 
-        values: functions that load the operands of the program. row, start: the numbers of the first
-        row and column. Columns past the end hold the identity.
+        values: functions that load the operands of the program. row, start: the numbers of the
+        first row and column. Columns past the end hold the identity.
         """
         spec, shape = self.spec, (ROWS, self.blocks.cols)
         i = lambda: row + lax.iota(jnp.int32, ROWS)  # noqa: E731

@@ -77,7 +77,7 @@ class FusionLimits:
             yield from _square_products(r)
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
         least = facts.least_elements
-        found = [e for e in found if math.prod(shape_of(e.eqn.invars[0])) >= least]
+        found = [e for e in found if _read(e) >= least]
         found = [e for e in found if not _is_view(e)]
         weighted: dict[Equation, Candidate] = {}
         if context.reorders():
@@ -138,6 +138,11 @@ class Chain:
     selected: list[Equation] = field(default_factory=list)
     fused: bool = True
 
+    @property
+    def is_in_call(self) -> bool:
+        """Return True if one call computes the operand, from smaller values alone."""
+        return self.fused and self.computed and bool(self.spread)
+
 
 def _chain(x: int, r: Fused) -> Chain:
     avals, makers, users = r.program.avals, r.makers, r.users
@@ -172,10 +177,17 @@ def _chain(x: int, r: Fused) -> Chain:
 
 def _is_view(e: Equation) -> bool:
     """Return True for a reduction of axes of one element."""
-    if e.name not in REDUCTIONS:
-        return False
-    read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
-    return read == made
+    return e.name in REDUCTIONS and _read(e) == _made(e)
+
+
+def _read(e: Equation) -> int:
+    """Return the elements of an equation's first operand."""
+    return math.prod(shape_of(e.eqn.invars[0]))
+
+
+def _made(e: Equation) -> int:
+    """Return the elements of an equation's first result."""
+    return math.prod(shape_of(e.eqn.outvars[0]))
 
 
 def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
@@ -192,14 +204,14 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
             if r.pays(*seconds):
                 shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
-                if not (shared and _reduced(e) % facts.vector == 0):
+                if not (shared and _read(e) // _made(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
-        row_s = facts.row_s * math.prod(shape_of(e.eqn.invars[0])) / chain.width
+        row_s = facts.row_s * _read(e) / chain.width
         for p in _made_from(chain.spread, makers):
             made: Any = p.eqn.outvars[0].aval
             if p.name != "dot_general" or made.dtype not in DTYPES:
                 continue
-            fused_s = facts.product_s * math.prod(shape_of(e.eqn.invars[0]))
+            fused_s = facts.product_s * _read(e)
             seconds = row_s + fused_s, row_s + facts.stored_s * made.size
             if r.pays(*seconds):
                 products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
@@ -212,15 +224,14 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
     for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]:
         chain = r.chain(e.reads[0])
         long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
-        if not (long and chain.computed and chain.spread and chain.fused) or chain.selected:
+        if not (long and chain.is_in_call) or chain.selected:
             continue
         readers = {u.outvals: u for u in _fused_readers(e, r.users) if u.name == "dot_general"}
         products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
         if len(readers) == len(products) == 1:  # XLA stores the operands of several products
-            read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
-            rows_s = facts.row_s * made
-            fused_s = rows_s + device.page_seconds(4.0 * read)
-            stored_s = rows_s + facts.stored_s * made + device.page_seconds(4.0 * made)
+            rows_s = facts.row_s * _made(e)
+            fused_s = rows_s + device.page_seconds(4.0 * _read(e))
+            stored_s = rows_s + facts.stored_s * _made(e) + device.page_seconds(4.0 * _made(e))
             if r.pays(fused_s, stored_s):
                 yield candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
 
@@ -240,19 +251,13 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
     facts, device = r.facts, r.device
     for e in r.program.equations:
         rows = _weighted_rows(e, r) if e.name in ("dot_general", "reduce_sum") else None
-        if rows is None or r.program.avals[rows].size < facts.least_elements:
+        if rows is None or len(r.users[rows]) > 1:
             continue
-        if len(r.users[rows]) > 1:
+        size, chain = r.program.avals[rows].size, r.chain(rows)
+        long = size >= facts.least_elements and chain.width >= facts.long_row
+        if not (long and chain.steps and chain.is_in_call):
             continue
-        chain = r.chain(rows)
-        if not (chain.steps and chain.computed and chain.spread):
-            continue
-        if not chain.fused:
-            continue
-        size, width = r.program.avals[rows].size, chain.width
-        if width < facts.long_row:
-            continue
-        fused_s = _elementwise_seconds(rows, r) + facts.row_s * size / width
+        fused_s = _elementwise_seconds(rows, r) + facts.row_s * size / chain.width
         stored_s = fused_s + device.page_seconds(4.0 * size)
         if e.name == "reduce_sum":  # a product as written is fast while its rows stay in cache
             stored_s += facts.stored_s * size
@@ -266,9 +271,8 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
 def _sums_of_selections(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield the selections in sums of computed rows that are extrema, which XLA fuses."""
     for e in found:
-        size, chain = math.prod(shape_of(e.eqn.invars[0])), r.chain(e.reads[0])
-        computed = chain.fused and chain.computed and chain.spread
-        if not (chain.selected and computed and _is_along_rows(e, chain.width)):
+        size, chain = _read(e), r.chain(e.reads[0])
+        if not (chain.selected and chain.is_in_call and _is_along_rows(e, chain.width)):
             continue
         fused_s = _elementwise_seconds(e.reads[0], r) + r.facts.row_s * size / chain.width
         stored_s = fused_s + r.facts.stored_s * size + r.device.page_seconds(4.0 * size)
@@ -324,7 +328,7 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
 def _elementwise_seconds(v: int, r: Fused) -> float:
     """Return the seconds of the arithmetic that computes a value, in one fused loop."""
     made = [m for m in _made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
-    sizes = [math.prod(shape_of(m.eqn.outvars[0])) for m in made]
+    sizes = [_made(m) for m in made]
     steps = [n * (1 + r.device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
     return sum(steps) / r.device.folds.fused_steps_per_s
 
@@ -340,7 +344,7 @@ def _square_products(r: Fused) -> Iterator[Candidate]:
     for e, k in repeated:
         x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
         sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not _is_view(m)]
-        sums = [m for m in sums if math.prod(shape_of(m.eqn.outvars[0])) == size]
+        sums = [m for m in sums if _made(m) == size]
         work = sum(work_seconds(m.eqn, r.device) for m in sums)
         seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
         if sums and r.pays(*seconds):
@@ -417,18 +421,12 @@ def _seconds(e: Equation, width: int, r: Fused) -> tuple[float, float]:
     return fused, facts.stored_s * x.size + pages
 
 
-def _reduced(e: Equation) -> int:
-    """Return the elements that one result is reduced from."""
-    read, made = (math.prod(shape_of(v)) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
-    return read // made
-
-
 def _repeated_seconds(chain: Chain, e: Equation, r: Fused) -> float:
     """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
-    size, steps = math.prod(shape_of(e.eqn.invars[0])), 0.0
+    size, steps = _read(e), 0.0
     for maker in _made_from(chain.spread, r.makers):
         if maker.name in FUSED:
-            made = math.prod(shape_of(maker.eqn.outvars[0]))
+            made = _made(maker)
             steps += (size - made) * r.device.functions.of(maker.name)
     return steps / r.device.folds.fused_steps_per_s
 
