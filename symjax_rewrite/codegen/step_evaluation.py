@@ -14,7 +14,6 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.ir.primitives import quantizes
 from symjax_rewrite.ir.step_program import Handlers
 from symjax_rewrite.ir.term import ADD, CONTRACT
 
@@ -39,5 +38,5 @@ def elementwise(what: tuple, args: Sequence[Any], dtype: str, primitives: Mappin
     if op == CONTRACT:
         wide = jax_internals.joint_dtype(dtype, *(x.dtype for x in args))
         product = functools.reduce(operator.mul, [x.astype(wide) for x in args])
-        return product.astype(np.dtype(dtype)) if quantizes(str(np.dtype(dtype))) else product
+        return product.astype(np.dtype(dtype))
     return term_lowering.in_kernel(attr, args, dtype, primitives)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,11 @@ def held_dtype(dtype: str) -> str:
     float8 stays: what each operation rounds is a large part of its result.
     """
     return "float32" if dtype in HALF else dtype
+
+
+def is_rounded(node: Node, dtypes: Iterable[str], dtype: str) -> bool:
+    """Return True for a product in half precision of wider factors: it rounds as a cast does."""
+    return node.op == CONTRACT and dtype in HALF and not HALF.issuperset(dtypes)
 
 
 @functools.cache

@@ -83,6 +83,25 @@ def outer_products(q, k, v):
     return pairs, jax.lax.scan(step, jnp.zeros(8), (k, v))[1]
 
 
+def rounded_products(q, k, v):
+    """Rounding errors of bfloat16 products of float32 factors, over pairs and in loops."""
+    times = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.bfloat16)
+
+    def lost(a, b):
+        return 100 * (jnp.outer(a, b) - times(a, b, (((), ()), ((), ()))).astype(a.dtype))
+
+    def step(carry, kv):
+        h, s = carry
+        h = 0.9 * h + lost(kv[0][:1], kv[1])[0]
+        s = 0.9 * s + times(*kv, (((), ()), ((), ()))).astype(s.dtype)
+        return (h, s), (h, s @ kv[0])
+
+    start = jnp.zeros(8), jnp.zeros((8, 8))
+    pairs = jnp.exp(lost(q[:, 0], k[:, 0])) @ v
+    scores = jnp.exp(100 * (q @ k.T - times(q, k, (((1,), (1,)), ((), ()))).astype(q.dtype)))
+    return pairs, scores @ v, jax.lax.scan(step, start, (k, v))[1]
+
+
 def drawn(*dtypes):
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.standard_normal((24, 8)), jnp.float32).astype(d) for d in dtypes]
@@ -91,7 +110,8 @@ def drawn(*dtypes):
 @jax.jit
 def both(q, k, v, cache):
     programs = (
-        attention, norm, product, scaled_norm, distances, states, fast_weights, outer_products
+        attention, norm, product, scaled_norm, distances, states, fast_weights, outer_products,
+        rounded_products,
     )  # fmt: skip
     ours = [sym_optimize(f, kernels="always", on_unsupported="error") for f in (*programs, cached)]
     run = lambda fs: ([f(q, k, v) for f in fs[:-1]], fs[-1](q, *cache))  # noqa: E731

@@ -21,7 +21,7 @@ from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import held_dtype, is_half
+from symjax_rewrite.ir.products import held_dtype, is_half, is_rounded
 from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, place_in, run
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -124,11 +124,12 @@ class TileBuilder(StepProgram):
             case "apply":
                 return self._applied(node, found, dtype)
             case "dot":
-                return self.add("dot", self._contraction(found, held), (), held)
+                step = self.add("dot", self._contraction(found, held), (), held)
+                return self._rounded(step, node, dtype)
             case "sum":
-                return self._written_out(found, held)
+                return self._rounded(self._written_out(found, held), node, dtype)
             case "along":
-                return self._along(found, held)
+                return self._rounded(self._along(found, held), node, dtype)
             case "scattered" | "joined":
                 place, *values = found.args
                 args = [self.cast(self.build(a), held) for a in values]
@@ -140,6 +141,11 @@ class TileBuilder(StepProgram):
             case "part" | "chosen":
                 return self.build(found.args[0])
         return self._read(ref, dtype)
+
+    def _rounded(self, step: int, node: Node, dtype: str) -> int:
+        """Return the step of a sum, in the dtype of the program where its factors are wider."""
+        dtypes = [self.t.graph.classes[a.cls].dtype for a in node.args]
+        return self.cast(step, dtype) if is_rounded(node, dtypes, dtype) else step
 
     def _opened(self, ref: Ref, node: Node) -> Opened:
         """Return the computation of a reference; terms of one index are computed where small."""
@@ -267,14 +273,16 @@ class TileBuilder(StepProgram):
 def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str], str]:
     """Return the dtypes of an elementwise node's operands and result as kernels hold them.
 
-    Half precision is held in f32. A cast rounds as written. A comparison compares the rounded
-    values of the program, since rounded values may tie where unrounded values do not.
+    Half precision is held in f32. A cast rounds as written, and so does a product of wider factors.
+    A comparison compares the rounded values of the program, since rounded values may tie where
+    unrounded values do not.
     """
     name = node.attr[0] if node.op == MAP else ""
     if name in COMPARISONS or dtype_kind(dtype) != "f":
         return [*dtypes], dtype
     held = [held_dtype(d) for d in dtypes]
-    return held, dtype if is_cast(node) else held_dtype(dtype)
+    rounds = is_cast(node) or is_rounded(node, dtypes, dtype)
+    return held, dtype if rounds else held_dtype(dtype)
 
 
 def feature(cls: int, slot: int) -> str:

@@ -18,7 +18,7 @@ from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import Needed, cone, kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import held_dtype, is_half
+from symjax_rewrite.ir.products import held_dtype, is_half, is_rounded
 from symjax_rewrite.ir.term import ADD, DELTA, MAP, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -91,6 +91,8 @@ def _follows(t: TermGraph, cls: int, rows: set[int], reduced: dict[int, ClusterM
     if node.op == MAP and node.attr[0] in (*COMPARISONS, "reduce_precision"):
         return False  # it compares, or is a cast written in the program
     if any(node_of(g, a.cls).op == DELTA for a in node.args):
+        return False
+    if is_rounded(node, [g.classes[a.cls].dtype for a in node.args], dtype):
         return False
     if is_cast(node) and is_half(dtype):
         return _would_be_half(g, node.args[0].cls, rows, reduced)

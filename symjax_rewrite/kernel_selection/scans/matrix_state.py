@@ -24,6 +24,7 @@ from symjax_rewrite.ir.dataflow import (
     postorder,
 )
 from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import is_rounded
 from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
@@ -160,8 +161,8 @@ class StateReader:
     def _form(self, dtype: str, whole: bool) -> SumOfProducts:
         """Return a form that opens terms that depend on a state, up to the states.
 
-        A cast to a dtype narrower than `dtype` is not opened. With `whole` the state after the step
-        has its own name.
+        Casts and products that round to a dtype narrower than `dtype` are not opened. With `whole`
+        the state after the step has its own name.
         """
         states = self._states(whole)
 
@@ -171,7 +172,7 @@ class StateReader:
             if node.op == CONST:
                 is_float = dtype_kind(self.t.graph.classes[ref.cls].dtype) == "f"
                 return is_float and math.isfinite(node.attr[0])
-            is_product = node.op == CONTRACT and not node.bound
+            is_product = node.op == CONTRACT and not node.bound and not self._rounds(ref.cls, dtype)
             opened = node.op == ADD or is_product or self._is_cast(ref.cls, dtype)
             return opened and self.depends(ref.cls)
 
@@ -209,6 +210,13 @@ class StateReader:
             return False
         old, new = g.classes[node_of(g, cls).args[0].cls].dtype, g.classes[cls].dtype
         return holds(new, old) or holds(new, least)
+
+    def _rounds(self, cls: int, least: str) -> bool:
+        """Return True if a class is a product that loses digits of its factors and of `least`."""
+        g, dtype = self.t.graph, self.t.graph.classes[cls].dtype
+        node = node_of(g, cls)
+        rounded = is_rounded(node, [g.classes[a.cls].dtype for a in node.args], dtype)
+        return rounded and not holds(dtype, least)
 
     def _queries(self, readers: list[int]) -> list[Query]:
         """Return the queries through which some body values depend on the states."""
@@ -301,7 +309,8 @@ class StateReader:
             if node.bound or not set(ref.axes) & {*keys} or set(ref.axes) <= {*keys}:
                 return False
             scales = node.op == ADD and len(node.args) == 1
-            return scales or node.op == CONTRACT or self._is_cast(ref.cls, dtype)
+            multiplies = node.op == CONTRACT and not self._rounds(ref.cls, dtype)
+            return scales or multiplies or self._is_cast(ref.cls, dtype)
 
         made = SumOfProducts(self.t.graph, opens).product(term.factors)
         if made is None:
