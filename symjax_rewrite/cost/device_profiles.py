@@ -149,6 +149,12 @@ class Device:
         share = min(max(16 * fresh_bytes / self.memory.kept_bytes - 15.5, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
+    def in_step(self) -> Device:
+        """Return the profile of a loop's steps, which a CPU runs without handing out work."""
+        if self.loops.steps_are_launches:
+            return self
+        return replace(self, launch_s=self.loops.step_s)
+
     def peak(self, dtype: str, precision: object = None) -> float:
         """Return matmul operations per second.
 

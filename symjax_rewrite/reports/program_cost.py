@@ -25,7 +25,7 @@ from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
 from symjax_rewrite.ir.term import CONST, NATIVE, Node
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.loops.loop_reading import read_loop
+from symjax_rewrite.loops.loop_reading import LOOPS, read_loop
 
 Sample = dict[str, int]  # a number for every named size
 Memory = tuple[float, float]  # bytes: the peak of live values, and the largest value
@@ -298,6 +298,8 @@ def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -
 
 
 def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
+    if eqn.primitive.name in LOOPS:
+        device = device.in_step()
     bodies = [traffic(b, device, sample) for b in bodies_run(eqn, device)]
     if not bodies:
         return UNKNOWN
