@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
@@ -219,3 +220,13 @@ def test_products_over_empty_axes_have_a_price():
     for shapes in (((0, 3), (3, 4)), ((0,), (0, 3)), ((3, 0), (0, 4)), ((0,), (0,))):
         report = sym_optimize(jnp.matmul, device="cpu").explain(*[spec(*s) for s in shapes])
         assert report.before.seconds is not None
+
+
+def test_a_kernel_in_a_step_costs_a_step_on_a_cpu_and_a_launch_on_a_gpu() -> None:
+    def recurrence(h: Any, x: Any) -> Any:
+        return lax.scan(lambda h, t: (jnp.tanh(h * 0.5 + t), None), h, x)[0]
+
+    closed = jax.make_jaxpr(recurrence)(spec(32), spec(1000, 32))
+    on_cpu, on_gpu = (traffic(closed, d, {}).seconds for d in (CPU, DEVICES["h100"]))
+    assert on_cpu is not None and on_cpu < 0.3 * 1000 * CPU.launch_s
+    assert on_gpu is not None and on_gpu >= 1000 * DEVICES["h100"].launch_s
