@@ -86,3 +86,23 @@ def test_bad_prose_is_found() -> None:
     assert bad_openings('def f():\n    """The number of rows."""', has_verbs=True)
     assert not bad_openings('def f():\n    """Return the number of rows."""', has_verbs=True)
     assert own_words("x = 1  # states made again") and own_words('y = f"{x} is spared"')
+
+
+IN_BACKTICKS = re.compile(r"`([^`\n]*)`")
+NAME = re.compile(r"[A-Za-z_]\w{2,}(?:\.\w+)*", re.ASCII)
+OTHER_NAMES = {"max_n", "min_n", "any_n", "all_n", "InitVar"}  # formulas, and names of Python
+
+
+def test_names_in_backticks_exist() -> None:
+    library = [*SOURCES, *(ROOT / folder / "README.md" for folder in FOLDERS[:3:2])]
+    texts = {path: path.read_text(encoding="utf-8") for path in library}
+    known = {*OTHER_NAMES, *(path.stem for path in SOURCES)}
+    for text in texts.values():
+        known.update(re.findall(r"\w+", IN_BACKTICKS.sub("", text)))
+    missing = {
+        f"{path.name}: {name}"
+        for path, text in texts.items()
+        for name in IN_BACKTICKS.findall(text)
+        if NAME.fullmatch(name) and name.split(".")[-1] not in known
+    }
+    assert missing == set()

@@ -53,7 +53,7 @@ def over(ref: Ref, arg: Ref) -> Ref:
 class Node(NamedTuple):
     """One e-node.
 
-    op: the kind of term (see `ORDERED` and `UNORDERED`).
+    op: the kind of term (see `UNORDERED`).
     attr: the parameters of the node: coefficients, function, precision.
     args: operands over the node's index space.
     out: number of output indices; they are the slots of the class, in order.
