@@ -241,7 +241,7 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
-        return None, Obstacle.COST("what its steps keep is small")
+        return None, Obstacle.COST("its states are small, or are results themselves")
     return builder.kernel(spec, "xla", differentiable_scan), "states are recomputed"
 
 
@@ -451,13 +451,8 @@ class _ScanBuilder:
         """Return the map from indices of a result, or of its sum, to indices of the state."""
         found: dict[int, int] = {}
         targets = self._shaped_as_states(out)
-
-        def operands(ref: Ref) -> list[Ref]:
-            node = node_of(self.t.graph, ref.cls)
-            opens = node.op in (MAP, ADD, CONTRACT) and not node.bound and ref.cls not in targets
-            return [over(ref, a) for a in node.args] if opens else []
-
-        for ref in [r for r in cone(tops, operands) if r.cls in targets]:
+        reached = cone(tops, lambda r: [] if r.cls in targets else self._computed_from(r))
+        for ref in [r for r in reached if r.cls in targets]:
             for index, state in zip(ref.axes, targets[ref.cls], strict=True):
                 if found.setdefault(index, state) != state:
                     raise NotAScanError("states are read with their axes in another order")
@@ -466,16 +461,16 @@ class _ScanBuilder:
             raise NotAScanError("a result has an axis that the states have not")
         return found
 
+    def _computed_from(self, ref: Ref) -> list[Ref]:
+        """Return the operands of an elementwise term; none of other terms."""
+        node = node_of(self.t.graph, ref.cls)
+        opens = node.op in (MAP, ADD, CONTRACT) and not node.bound
+        return [over(ref, a) for a in node.args] if opens else []
+
     def _shaped_as_states(self, out: Ref) -> dict[int, tuple[int, ...]]:
         """Return the terms of a step that have all axes of the state, and these axes."""
-
-        def operands(ref: Ref) -> list[Ref]:
-            node = node_of(self.t.graph, ref.cls)
-            opens = node.op in (MAP, ADD, CONTRACT) and not node.bound
-            return [over(ref, a) for a in node.args] if opens else []
-
         found = {}
-        for ref in sorted(cone([out], operands), key=lambda r: (r.cls, r.axes)):
+        for ref in sorted(cone([out], self._computed_from), key=lambda r: (r.cls, r.axes)):
             if sorted(ref.axes) == sorted(out.axes):
                 found.setdefault(ref.cls, ref.axes)
         return found | {out.cls: out.axes, self.carry: self.indices}
