@@ -32,6 +32,7 @@ from symjax_rewrite.rewriting.column_scans import ColumnScans
 from symjax_rewrite.rewriting.extremum_places import ExtremumPlaces
 from symjax_rewrite.rewriting.fusion_limits import FusionLimits
 from symjax_rewrite.rewriting.product_orientation import OrientedProducts
+from symjax_rewrite.rewriting.rational_powers import RationalPowers
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     ImprovedLoops(loop_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
     FarFields(),  # sums over pairs of points → cells, where an approximation is permitted
+    RationalPowers(),  # a power of quarters → square roots
     Folds(),  # reductions over pairs → a fold that stores no pairs
     Norms(),  # a norm and a linear layer → one kernel
     PartialSorts(),  # the ends of sorted rows → selection

@@ -43,6 +43,7 @@ ORIENTATION = "orientation"
 COLUMNS = "column_reductions"
 PLACES = "extremum_places"
 SCANS = "column_scans"
+POWERS = "rational_powers"
 STORED = "fusion_limits"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
@@ -57,6 +58,7 @@ PASSES = {
     ORIENTATION: "a product reads its operands along their rows",
     COLUMNS: "a reduction down long rows reads row by row",
     PLACES: "the place of an extremum is the first place that has its value",
+    POWERS: "a power of quarters is a product of square roots",
     SCANS: "cumulative operations down long rows are a loop over the rows",
     STORED: "a value is stored where fused code would be slow",
     INVARIANT: "what is the same in every step is computed once, before the loop",
