@@ -45,8 +45,8 @@ class RationalPowers(EquationForms):
             return None
         if quarters == 2:  # XLA computes the root itself
             return None
-        run = lambda x, _: power(x, int(quarters))  # noqa: E731
-        return run, _seconds(e, int(quarters), context.device)
+        made = int(quarters)
+        return lambda *args: power(args[0], made), _seconds(e, made, context.device)
 
 
 def _seconds(e: Equation, quarters: int, device: Device) -> tuple[float, float]:

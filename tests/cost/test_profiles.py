@@ -158,6 +158,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "proofs.samples": {"MOST_WORK": SEARCH},
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
+    "rewriting.rational_powers": {"MOST_QUARTERS": NUMERICS, "GUARD_STEPS": SHAPE},
     "rewriting.route_matching": {"MOST_SINGLE": SEARCH},
     "rewriting.scales": {"NOISE": NUMERICS},
     "rewriting.search_bounds": {
