@@ -34,7 +34,7 @@ from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Loop, get, run_equations, scanned
 from symjax_rewrite.loops.loop_optimizer import LoopPass, Routed, before_derivatives
 from symjax_rewrite.loops.normalization import normal_loop
-from symjax_rewrite.loops.rematerialization import fused_pair
+from symjax_rewrite.loops.rematerialization import backward_loops, fused_pair
 from symjax_rewrite.rewriting.rule import RECOMPUTATION
 
 MOST_CHOICES = 8  # assignments of cotangents to results that are tried
@@ -89,18 +89,10 @@ def loop_pairs(program: Program) -> Iterator[tuple[Surroundings, Equation, Equat
     if len(scans) < 2:
         return
     around = Surroundings(program)
-    for there in scans:
-        mine = there.eqn.params
-        readers = {id(u): u for v in there.outvals for u in around.users.get(v, ())}
-        back = [
-            u
-            for u in readers.values()
-            if u in scans
-            and u.eqn.params["length"] == mine["length"]
-            and u.eqn.params["reverse"] != mine["reverse"]
-        ]
-        if len(back) == 1:
-            yield around, there, back[0]
+    backs: dict[Equation, list[Equation]] = {e: [] for e in scans}
+    for there, back in backward_loops(around):
+        backs[there].append(back)
+    yield from ((around, there, back[0]) for there, back in backs.items() if len(back) == 1)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ backward loop recomputes the steps of a block in a cache and then runs back over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,27 +78,32 @@ def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[Loo
 
     reorders: True if sums may be rounded in another order.
     """
-    equations = around.program.equations
-    loops = dict.fromkeys(e for e in equations if e.name == "scan" and not e.eqn.effects)
     found: list[LoopPair] = []
     taken: set[Equation] = set()
-    for second in loops:
-        makers = [around.makers.get(v) for v in second.reads]
-        for first in dict.fromkeys(e for e in makers if e in loops):
-            if first is not None and taken.isdisjoint((first, second)):
-                pair = _pair(first, second, around, device, reorders)
-                if pair is not None:
-                    found.append(pair)
-                    taken |= {first, second}
+    for first, second in backward_loops(around):
+        if taken.isdisjoint((first, second)):
+            pair = _pair(first, second, around, device, reorders)
+            if pair is not None:
+                found.append(pair)
+                taken |= {first, second}
     return found
+
+
+def backward_loops(around: Surroundings) -> Iterator[tuple[Equation, Equation]]:
+    """Yield the scans, each with a scan of as many steps in the other direction that reads it."""
+    equations = around.program.equations
+    loops = dict.fromkeys(e for e in equations if e.name == "scan" and not e.eqn.effects)
+    for second in loops:
+        makers = dict.fromkeys(around.makers.get(v) for v in second.reads)
+        for first in (e for e in makers if e is not None and e in loops):
+            p, q = first.eqn.params, second.eqn.params
+            if p["length"] == q["length"] and p["reverse"] != q["reverse"]:
+                yield first, second
 
 
 def _pair(
     first: Equation, second: Equation, around: Surroundings, device: Device, reorders: bool
 ) -> LoopPair | None:
-    p, q = first.eqn.params, second.eqn.params
-    if p["length"] != q["length"] or p["reverse"] == q["reverse"]:
-        return None
     there, back = normal_loop(first), normal_loop(second)
     if there is None or back is None or not isinstance(there.length, int):
         return None
