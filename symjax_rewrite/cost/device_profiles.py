@@ -383,6 +383,7 @@ def _named(name: str) -> Device:
     raise UsageError("unknown device", **choice(name, known))
 
 
+@functools.cache
 def _scaled_cpu(cores: int, vectors: str) -> Device:
     return core_scaling.scaled(DEVICES["cpu"], cores, vectors)
 

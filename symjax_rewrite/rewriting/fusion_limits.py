@@ -151,7 +151,7 @@ def _chain(x: int, r: Fused) -> Chain:
     stored: set[int] = set()  # and their operands
     for v in stack:
         maker = makers.get(v)
-        if avals[v].size < size:
+        if avals[v].shape != shape and avals[v].size < size:
             found.spread.add(v)
         elif maker is not None and (maker.name in FUSED or _is_view(maker)):
             if v != x and len(users[v]) > 1:
@@ -165,8 +165,8 @@ def _chain(x: int, r: Fused) -> Chain:
             if extremum_of(maker, makers):
                 found.selected.append(maker)
                 reads = reads[1:]  # without the test
-            elif maker.name in ELEMENTWISE - VIEWS:
-                found.fused &= is_known(maker.name, [makers[a].name for a in reads if a in makers])
+            elif found.fused and maker.name in ELEMENTWISE and maker.name not in VIEWS:
+                found.fused = is_known(maker.name, [makers[a].name for a in reads if a in makers])
             fresh = [a for a in dict.fromkeys(reads) if a not in seen]
             stack += fresh
             seen.update(fresh)

@@ -46,6 +46,10 @@ def test_sixteen_cores_are_not_priced_as_two(monkeypatch: pytest.MonkeyPatch) ->
     assert many.source_of("margins.fold") == CPU.source_of("margins.fold")
 
 
+def test_a_profile_is_scaled_once() -> None:
+    assert device_profile("cpu-16") is device_profile("cpu-16")
+
+
 def test_processes_of_one_program_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert on(monkeypatch, 16) is CPU
