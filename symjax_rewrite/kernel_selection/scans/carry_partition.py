@@ -21,6 +21,7 @@ from symjax_rewrite.loops.hoisting import is_heavy
 from symjax_rewrite.loops.loop import Loop
 
 EARLY = -1  # the part of values that depend on no carry
+SHAPES = frozenset("broadcast_in_dim convert_element_type reshape squeeze transpose".split())
 
 
 class OpenKernel(CarryKernel, Protocol):
@@ -121,7 +122,7 @@ class Partition:
             for k in carries
             if kernel is None
         ]
-        tops = [self.makers[v] for v in numbers(self.loop.ys) if v in self.makers]
+        tops = [e for v in numbers(self.loop.ys) if (e := self._unrounded(v)) is not None]
         sums = [e for e in tops if len(e.outvals) == 1 and self.level[e.outvals[0]] == 1]
         return {
             e.outvals[0]
@@ -129,6 +130,13 @@ class Partition:
             if e.name in ("dot_general", "reduce_sum") and large
             if any(v in self.makers and aval_bytes(avals[v]) >= max(large) for v in e.reads)
         }
+
+    def _unrounded(self, v: int) -> Equation | None:
+        """Return the equation that computes a value before it is rounded and shaped."""
+        e = self.makers.get(v)
+        while e is not None and e.name in SHAPES and isinstance(e.invals[0], int):
+            e = self.makers.get(e.invals[0])
+        return e
 
     def _order(self) -> list[tuple[int, ...]]:
         """Return the parts: kernels, and loops of the carries ready before and after them."""
@@ -161,11 +169,12 @@ class Partition:
         part_of: dict[int, int] = {}
         for n, part in enumerate(parts):
             part_of.update((self.loop.carries[k].inner, n) for k in part.carries)
+        scans = [n for n, p in enumerate(parts) if self.kernels.get(p.carries, p) is None]
+        beside = self._beside_states() if scans else set()
         for e in self.loop.body.equations:
             found = [part_of.get(v, EARLY) for v in e.reads]
+            found += scans[:1] * (not beside.isdisjoint(e.outvals))
             part_of.update(dict.fromkeys(e.outvals, max(found, default=EARLY)))
-        scans = [n for n, p in enumerate(parts) if self.kernels.get(p.carries, p) is None]
-        part_of.update(dict.fromkeys(self._beside_states() if scans else (), min(scans, default=0)))
         return part_of
 
     def _cone(

@@ -172,6 +172,26 @@ def test_decoding_costs_no_more_than_written(device):
     assert report.after.seconds <= report.before.seconds
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_queries_of_a_group_are_rows_of_one_block(copied):
+    """A step of decoding reads the keys of a group once."""
+    groups = 4
+
+    def decode(q, k, v):
+        if copied:
+            return jax.nn.dot_product_attention(q, *(jnp.repeat(x, groups, 2) for x in (k, v)))
+        return jax.nn.dot_product_attention(q, k, v)
+
+    shapes = (B, 1, H, 128), *[(B, T, H // groups, 128)] * 2
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    with planning_for(DEVICES["h200"]):
+        closed = jax.make_jaxpr(sym_optimize(decode, device="h200"))(*args)
+    equations = jax_internals.all_equations(closed)
+    (kernel,) = (e for e in equations if e.primitive.name == "pallas_call")
+    first, *_ = kernel.params["grid_mapping"].grid
+    assert first == B * H // groups
+
+
 @pytest.mark.parametrize("kernels", ["auto", "always"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_of_one_fold_share_one_run(kernels, dtype):

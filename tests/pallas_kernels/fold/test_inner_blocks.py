@@ -1,5 +1,6 @@
 """Folds with a loop of their own for the blocks inside the band: values, and what is compiled."""
 
+import importlib.util
 import re
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
 from symjax_rewrite.pallas_kernels.triton_programs import exp
 from tests.pallas_kernels.fold.attention_gradients import backward_keys, backward_queries
+from tests.pallas_kernels.sass import loop_lengths
 
 GIVEN: dict[str, Any] = {"batch": 1, "queries": 130, "keys": 130, "heads": 2, "width": 16}
 ATTENTIONS = {
@@ -110,3 +112,16 @@ def test_attention_has_a_pipelined_loop_of_single_exponentials(compile_h200, tmp
     assert ptx.count("ex2.approx.ftz.f32") == 2 * (pairs + 2)  # two loops, two rows per thread
     assert len(re.findall(r"selp\.f32", ptx)) < 2 * pairs  # the masks of one loop
     assert ptx.count("mul.rn.f32") < 5 * pairs  # exponents and rescaled sums; the scale is free
+
+
+@pytest.mark.lowering
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton's assembler")
+def test_a_step_of_attention_has_few_instructions(compile_h200, tmp_path):
+    """Per 128 keys, in one loop without masks and in one with them."""
+    given: dict[str, Any] = {"batch": 4, "queries": 4096, "keys": 4096, "heads": 16, "width": 128}
+    spec = forward(Attention(**given, causal=True, dtype="bfloat16"))
+    compile_h200(partial(fold_triton, spec), *avals(spec), dump_to=tmp_path)
+    (ptx,) = (text for p in tmp_path.rglob("*.ptx") if ".entry" in (text := p.read_text()))
+    inside, masked = loop_lengths(ptx)
+    assert inside <= 640 and masked <= 800

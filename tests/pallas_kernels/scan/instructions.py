@@ -5,8 +5,6 @@ H200, disassembles, and counts the longest loop of each kernel.
 """
 
 import importlib
-import re
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +18,9 @@ from symjax_rewrite.pallas_kernels.scan.scan import scan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
 from symjax_rewrite.pallas_kernels.scan.triton import Sweep, triton_cut
 from tests.pallas_kernels.gpu_compiler import compiler, described, lower
+from tests.pallas_kernels.sass import loop_lengths
 
 SPEC = forward(SelectiveScan(1, 2048, 2048, 16))
-LINE = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+\S")
-JUMP = re.compile(r"BRA 0x([0-9a-f]+)")
 
 
 def ptx_of_jax_triton() -> list[str]:
@@ -49,24 +46,6 @@ def ptx_of_xla() -> list[str]:
         return [text for text in texts if ".entry" in text]
 
 
-def longest_loop(ptx: str) -> int:
-    """Return the instructions of the longest loop of a kernel in SASS."""
-    tools = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        newest = re.sub(r"\.version 8\.[89]", ".version 8.7", ptx)
-        source.write_text(newest)
-        subprocess.run([tools / "ptxas", "-arch", "sm_90a", source, "-o", cubin], check=True)
-        command = [tools / "cuobjdump", "-sass", cubin]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lengths = [0]
-    for line in sass.splitlines():
-        here, to = LINE.search(line), JUMP.search(line)
-        if here and to:
-            lengths.append((int(here[1], 16) - int(to[1], 16)) // 16)
-    return max(lengths)
-
-
 def per_element() -> dict[str, list[float]]:
     """Return the instructions of the kernels of every backend, per element of state."""
     spec, _ = without_ones(SPEC)
@@ -77,8 +56,8 @@ def per_element() -> dict[str, list[float]]:
     rows, states = Sweep.of(spec, cut).tile
     by_triton = rows * states * cut.unroll / (32 * cut.warps)
     return {
-        "triton": [longest_loop(text) / by_triton for text in ptx_of_xla()],
-        "jax_triton": [longest_loop(text) / elements for text in ptx_of_jax_triton()],
+        "triton": [max(loop_lengths(text)) / by_triton for text in ptx_of_xla()],
+        "jax_triton": [max(loop_lengths(text)) / elements for text in ptx_of_jax_triton()],
     }
 
 
