@@ -3,7 +3,8 @@
 A counter becomes a number known at every step. `x[i]` with such a number becomes an input of the
 step, and `out[i] = y` a result of the step. Carries that never change become loop-invariant.
 Carries that are always equal become one carry; they are found by partition refinement. Equal
-equations become one equation, and dead equations are removed. Every change is exact.
+equations become one equation, and dead equations are removed. Extrema are not compared with their
+operands. Every change is exact.
 
     (i, s, out) ← (i + 1, s + x[i], out.at[i].set(s))  →  for x_t in x: s ← s + x_t; result s
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
@@ -20,6 +22,8 @@ from symjax_rewrite.ir.flat_program import Equation, Value, value_key
 from symjax_rewrite.ir.primitives import params_key
 from symjax_rewrite.loops.loop import Loop, Source, Stored
 from symjax_rewrite.loops.loop_reading import follow, line_of, numbers_of, read_loop
+
+_ORDERS = {"max": lax.ge_p, "min": lax.le_p}
 
 
 def normal_loop(e: Equation, has_rules: bool = False) -> Loop | None:
@@ -39,6 +43,7 @@ def clean(loop: Loop) -> Loop:
     _take_updates(loop)
     if merged != (len(loop.carries), _sizes(loop)):  # values may be equal that were not before
         _merge(loop)
+    _order_operands(loop)
     drop_dead(loop)
     return loop
 
@@ -66,6 +71,27 @@ def _drop_makers(loop: Loop, sub: dict[int, Value]) -> None:
         e for e in loop.body.equations if not e.outvals or e.outvals[0] not in sub
     ]
     loop.substitute(sub)
+
+
+def _order_operands(loop: Loop) -> None:
+    """Write `x == max(x, y)` as `x >= y`: so the gradient of an extremum compares its operands.
+
+    It compares rounded sums with themselves, which a scan adds up in another order.
+    """
+    found = makers_of([e for e in loop.body.equations if e.name in _ORDERS])
+    for k, e in enumerate(loop.body.equations):
+        if e.name != "eq":
+            continue
+        for x, extremum in (e.invals, e.invals[::-1]):
+            made = found.get(extremum) if isinstance(extremum, int) else None
+            keys = [] if made is None else list(map(value_key, made.invals))
+            if made is not None and value_key(x) in keys:
+                place = keys.index(value_key(x))
+                order = made.eqn.invars if place == 0 else made.eqn.invars[::-1]
+                eqn = e.eqn.replace(primitive=_ORDERS[made.name], invars=[*order])
+                invals = made.invals if place == 0 else made.invals[::-1]
+                loop.body.equations[k] = Equation(eqn, invals, e.outvals, calls=e.calls)
+                break
 
 
 def _take_counters(loop: Loop) -> None:

@@ -26,7 +26,7 @@ from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.dataflow import cone, makers_of, node_of
+from symjax_rewrite.ir.dataflow import cone, dependents, makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import dtype_kind, quantizes
 from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, product, value
@@ -245,6 +245,11 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
     return builder.kernel(spec, "xla", differentiable_scan), "states are recomputed"
 
 
+def is_equated(loop: Loop, state: int) -> bool:
+    """Return True if a step tests for equality what depends on a state."""
+    return any(e.name in ("eq", "ne") for e in dependents(loop.body.equations, [state]))
+
+
 @dataclass(slots=True)
 class _ScanBuilder:
     """Reader of one loop as a scan.
@@ -324,6 +329,8 @@ class _ScanBuilder:
             return None
         if (extremum := extremum_of(steps.steps)) is None:
             raise NotAScanError("its steps take no extremum of sums")
+        if is_equated(self.loop, self.loop.carries[0].inner):
+            raise NotAScanError("its states are tested for equality, which their rounding decides")
         return extremum
 
     def _read_results(self, out: Ref) -> None:

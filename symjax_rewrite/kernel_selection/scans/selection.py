@@ -12,6 +12,7 @@ from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.kernel_selection.scans.affine_scan import (
     BY_ENTRY,
     ScanKernel,
+    is_equated,
     remade_scan,
     scan_of,
 )
@@ -19,7 +20,7 @@ from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
 from symjax_rewrite.kernel_selection.scans.totals import with_totals
-from symjax_rewrite.loops.carry_dependence import NAMES, Group, describe, groups_of
+from symjax_rewrite.loops.carry_dependence import MAX_PLUS, NAMES, Group, describe, groups_of
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.options import Options
@@ -66,7 +67,7 @@ def _in_parts(
 
     why: the reason that the whole loop is no kernel. assume: facts about named sizes.
     """
-    alone = [g for g in groups if len(g.carries) == 1 and g.degree.kind in BY_ENTRY]
+    alone = [g for g in groups if len(g.carries) == 1 and _runs_apart(loop, g)]
     if len(groups) < 2 or any(e.eqn.effects for e in loop.body.equations):
         return None, why
     scans = dict.fromkeys(g.carries for g in alone)
@@ -90,6 +91,13 @@ def _in_parts(
             return route, f"{describe(loop, groups)}; {apart}"
         scans = {carries: None for carries in scans if carries not in refused}
     return None, why
+
+
+def _runs_apart(loop: Loop, g: Group) -> bool:
+    """Return True if a scan may compute a carry whose readers are in other parts."""
+    is_extremum = g.degree.kind == MAX_PLUS
+    equated = is_extremum and is_equated(loop, loop.carries[g.carries[0]].inner)
+    return g.degree.kind in BY_ENTRY and not equated
 
 
 def _scan(

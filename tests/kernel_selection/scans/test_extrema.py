@@ -85,6 +85,34 @@ def test_other_extrema_stay_loops(name: str) -> None:
     assert_close(jax.jit(fun)(x), ours(x))
 
 
+def total(fun: Callable) -> Callable:
+    """The gradient of a weighted sum of a loop's results."""
+    weights = draw(LENGTH, WIDTH)
+    return jax.grad(lambda x: (weights * fun(x)[1]).sum())
+
+
+def test_gradients_compare_the_operands_of_extrema() -> None:
+    """`x == max(x, y)` was false where the scan had added x up in another order."""
+    x = draw(LENGTH, WIDTH)
+    for step in (
+        lambda h, x: jnp.maximum(h + x - 0.1, 0),
+        lambda h, x: jnp.minimum(0.3, h + x - 1),
+    ):
+        fun = total(along(step))
+        ours = sym_optimize(fun, kernels="xla")
+        assert any(r.taken and "-plus" in r.reason for r in ours.explain(x).routes)
+        assert_close(jax.jit(fun)(x), ours(x))
+
+
+def test_states_that_are_tested_for_equality_stay_in_their_loop() -> None:
+    def marked(x):
+        step = lambda h, now: (jnp.maximum(h + now, 0), h + now == jnp.maximum(h, 0) + now)  # noqa: E731
+        return lax.scan(step, x[0], x)
+
+    (route,) = sym_optimize(marked, kernels="xla").explain(draw(LENGTH, WIDTH)).routes
+    assert not route.taken and "tested for equality" in route.reason
+
+
 def rwkv(k, v, w, u):
     """The weighted average of RWKV (Peng et al. 2023), which keeps the largest exponent."""
 
