@@ -99,7 +99,8 @@ class _Copies:
         seconds, seen = 0.0, set()
         stack: list[tuple[int, Any, tuple[int, ...]]] = [(v, aval, tuple(order))]
         for v, aval, order in stack:
-            if (v, order) in seen or not all(isinstance(n, int) for n in aval.shape):
+            counted = all(isinstance(n, int) and n for n in aval.shape)  # neither named nor empty
+            if (v, order) in seen or not counted:
                 continue
             seen.add((v, order))
             maker = self.makers.get(v)
