@@ -290,7 +290,7 @@ CPU = Device(
         features_at_once=8,
         argmax=24,
         argmax_passes=16,
-        least_pairs=1 << 16,
+        least_pairs=1 << 13,
         lanes=16,
     ),
     functions=FunctionSteps(root=1, short=3, long=8, periodic=55, power=50, scalar=110),

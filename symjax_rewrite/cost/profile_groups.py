@@ -195,7 +195,7 @@ class FoldFacts:
         "s/piece", "contiguous pieces of blocks that loops read or write", LAWS, 0.0
     )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
-    least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 20)
+    least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 15)
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
@@ -233,7 +233,11 @@ class FoldFacts:
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
     chained: float = quantity(
-        "1", "of a step, by an operation other than a function in the tile of a fold", LAWS, 1.0
+        "1",
+        "of a step, by an operation other than a function in the tile of a fold, and in a kernel "
+        "that reduces nothing",
+        LAWS,
+        1.0,
     )
     chained_reads: int = quantity("1", "values that such a tile reads, at most", LAWS, 64)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)

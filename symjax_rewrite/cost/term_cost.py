@@ -9,9 +9,10 @@ counted apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -25,6 +26,7 @@ from symjax_rewrite.ir.term import Node, Ref
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
+ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
 HALF = ("bfloat16", "float16")  # a step of float32 is several of their steps
 
@@ -84,13 +86,34 @@ def is_thin(node: Node) -> bool:
     return (a < b or b < a) and any(i < node.out for i in a & b)
 
 
+class ElementwiseWork(NamedTuple):
+    """The elementwise work of a kernel.
+
+    operations: of all elements. functions: the steps of functions beside them, by
+    `folds.fused_steps_per_s`. widest: elements of the largest array that it computes. reduces: True
+    if it reduces one.
+    """
+
+    operations: float = 0.0
+    functions: float = 0.0
+    widest: float = 0.0
+    reduces: bool = False
+
+
+def in_one(parts: Iterable[ElementwiseWork]) -> ElementwiseWork:
+    """Return the elementwise work of the kernel that does several pieces of it."""
+    operations, functions, widest, reduces = zip(*parts, strict=True)
+    return ElementwiseWork(sum(operations), sum(functions), max(widest), any(reduces))
+
+
 class Facts(NamedTuple):
     """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
 
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
     traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
-    of the library computes. function: name of its function, or "".
+    of the library computes. is_group: True if what it reads is computed for it alone in its
+    kernel: for a reduction, or a part. function: name of its function, or "".
     """
 
     node: Node
@@ -98,20 +121,22 @@ class Facts(NamedTuple):
     is_kernel: bool
     is_free: bool
     bytes: float
-    work: float
+    work: ElementwiseWork
     flops: float | None  # None for a fused loop
     peak: float
     packing: float
     pages: float
     is_called: bool
+    is_group: bool
     function: str
 
 
 class CostModel:
     """The prices of nodes of one e-graph on one device at one sample of the named sizes.
 
-    computed: leaves that the rest of a program computes. inlined: those of them that one term
-    reads, and that XLA computes in the kernel of that term unless it is a product.
+    computed: leaves that the rest of a program computes. inlined: for those of them that XLA
+    computes in the kernel that reads them, unless it is a product or there are several, the
+    operations for each element. alone: those of these that one term of the program reads.
     """
 
     def __init__(
@@ -119,9 +144,11 @@ class CostModel:
         device: Device,
         at: Callable[[Dim], int],
         computed: frozenset[int] = frozenset(),
-        inlined: frozenset[int] = frozenset(),
+        inlined: Mapping[int, float] = MappingProxyType({}),
+        alone: frozenset[int] = frozenset(),
     ) -> None:
-        self.device, self.at, self.computed, self.inlined = device, at, computed, inlined
+        self.device, self.at, self.computed = device, at, computed
+        self.inlined, self.alone = inlined, alone
         self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
         self.has_calls = device.fusions is not None
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
@@ -144,11 +171,38 @@ class CostModel:
         if f.is_free:
             return 0.0
         if f.flops is None:
-            return f.work / d.elementwise_per_s + f.bytes / d.bytes_per_s
+            return self.step_seconds(f.work) + f.bytes / d.bytes_per_s
         moved = 3 * f.bytes
         if is_dot(node):
             moved = f.bytes + sum(self.class_bytes(g, a.cls) for a in node.args)
         return max(f.flops / f.peak + f.packing, moved / d.bytes_per_s) + d.launch_s
+
+    def step_seconds(self, work: ElementwiseWork) -> float:
+        """Return the seconds of elementwise work in one kernel.
+
+        The first operation on an element waits for its operands, and further ones find theirs in
+        registers. Those of a reduction are slower, since its loops use shorter vectors.
+        """
+        first = min(work.widest, work.operations) / self.device.elementwise_per_s
+        return first + self.chained_seconds(work, first=False)
+
+    def chained_seconds(self, work: ElementwiseWork, first: bool = True) -> float:
+        """Return the seconds of elementwise work in a kernel that does more.
+
+        first: True to count each element's first operation too.
+        """
+        d = self.device
+        rate = d.folds.fused_steps_per_s
+        each = max(d.elementwise_per_s, rate if work.reduces else rate / d.folds.chained)
+        operations = work.operations - (0.0 if first else min(work.widest, work.operations))
+        return operations / each + work.functions / rate
+
+    def _slower_seconds(self, operations: float) -> float:
+        """Return the seconds that operations take longer in a reduction than in another kernel."""
+        inside, alone = (
+            self.chained_seconds(ElementwiseWork(operations, reduces=r)) for r in (True, False)
+        )
+        return inside - alone
 
     def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node that is a matrix product; 0 for any other node."""
@@ -159,7 +213,7 @@ class CostModel:
         d = self.device
         dtype = max((g.classes[a.cls].dtype for a in node.args), key=itemsize)
         peak = d.peak(dtype, node.attr if node.op == op.CONTRACT else None)
-        return min(peak, d.elementwise_per_s) if is_thin(node) else peak
+        return min(peak, d.folds.fused_steps_per_s) if is_thin(node) else peak
 
     def _packing(self, g: EGraph, sizes: tuple[Dim, ...], node: Node) -> float:
         """Return the seconds in which a product copies its operands.
@@ -233,7 +287,7 @@ class CostModel:
                 continue
             kernel_bytes, work, fresh_s = self._kernel(facts, cls, written, given)
             if f.flops is None:
-                elementwise += work
+                elementwise += work.operations + work.functions
             else:
                 flops += f.flops
             launches += not self._is_fused(cls, f)
@@ -260,13 +314,13 @@ class CostModel:
         return self._limits(root, facts[root], *self._kernel(facts, root, written, given))
 
     def _limits(
-        self, cls: int, f: Facts, kernel_bytes: float, work: float, fresh_s: float
+        self, cls: int, f: Facts, kernel_bytes: float, work: ElementwiseWork, fresh_s: float
     ) -> tuple[float, float, float, float]:
         d = self.device
         moved = kernel_bytes / d.bytes_per_s
         if self._is_fused(cls, f):
-            return work / d.folds.fused_steps_per_s, moved, 0.0, 0.0
-        least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak + f.packing
+            return self.chained_seconds(work), moved, 0.0, 0.0
+        least = self.step_seconds(work) if f.flops is None else f.flops / f.peak + f.packing
         return least, moved, fresh_s, d.launch_s
 
     def _is_fused(self, cls: int, f: Facts) -> bool:
@@ -274,7 +328,7 @@ class CostModel:
         return cls in self.fused and not f.is_kernel
 
     def _seconds(
-        self, cls: int, f: Facts, kernel_bytes: float, work: float, fresh_s: float
+        self, cls: int, f: Facts, kernel_bytes: float, work: ElementwiseWork, fresh_s: float
     ) -> float:
         """Return the seconds of a kernel by the facts of the class that it writes."""
         arithmetic, memory, fresh, launch = self._limits(cls, f, kernel_bytes, work, fresh_s)
@@ -288,10 +342,13 @@ class CostModel:
         c, kind = g.classes[cls], node.op
         count = self._count(c.sizes)
         written = count * itemsize(c.dtype)
-        work = count * self._count(node.bound) if node.bound and kind != op.TAKE else count
-        work *= steps_of(node, self.device)
-        if c.dtype in HALF:
-            work *= self.device.half_steps
+        reduces = bool(node.bound) and kind != op.TAKE
+        space = count * self._count(node.bound) if reduces else count
+        slow = self.device.half_steps if c.dtype in HALF else 1.0
+        functions = functions_of(node, self.device)
+        work = ElementwiseWork(
+            space * slow * weight(node), space * slow * functions, space * slow, reduces
+        )
         flops, peak, packing = None, 1.0, 0.0
         if is_dot(node):
             flops = 2 * count * self._count(node.bound)
@@ -309,44 +366,55 @@ class CostModel:
         function = node.attr[0] if kind == op.MAP else ""
         found = Facts(
             node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
-            is_called, function,
+            is_called, reduces or kind not in ELEMENTWISE, function,
         )  # fmt: skip
         self._facts[id(node)] = found
         return found
 
     @staticmethod
     def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:
-        """Return the classes whose values are written to memory."""
-        seen: set[int] = set()
+        """Return the classes whose values are written to memory.
+
+        A kernel computes a value that it reads several times once.
+
+        Args:
+            facts: of every class, operands first.
+            roots: classes that are written in any case.
+            given: classes that are known before.
+        """
+        groups: dict[int, set[int]] = {}  # that read a class
         written = set(roots)
-        for cls, f in facts.items():
+        for cls in reversed(facts):
+            f = facts[cls]
+            if f.is_kernel or len(groups.get(cls, ())) > 1:
+                written.add(cls)
             if cls in given:
                 continue
             if f.is_kernel:
-                written.add(cls)
                 written.update(f.args)
+            mine = {cls} if cls in written or f.is_group else groups.get(cls, {cls})
             for arg in f.args:
-                (written if arg in seen else seen).add(arg)
+                groups.setdefault(arg, set()).update(mine)
         return written
 
     def _kernel(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, ElementwiseWork, float]:
         """Return the bytes moved and the elementwise work of the kernel that writes `root`.
 
         The third is the seconds of fresh memory. An elementwise kernel needs none where XLA writes
         its result over an operand: an array of its size that the program has computed. A product
         needs more where it reads a value that would else be inlined, and so does a reduction by the
-        library of what it cannot compute.
+        library of what it cannot compute. A reduction takes longer to compute what is inlined.
         """
         read: dict[tuple[int, bool], float] = {}
         called: dict[int, int] = {}  # what calls compute, with what is stored where they cannot
         stored: set[int] = set()
-        work = fresh_s = 0.0
-        stack = [root]  # an unwritten class has one reader, so this is a tree
+        inlined = fresh_s = 0.0
+        stack = [root]
+        inside = {root}
         for cls in stack:
             f = facts[cls]
-            work += f.work
             if cls in called and f.function:
                 inner = [facts[a].function for a in f.args]
                 stored.update(() if is_known(f.function, inner) else (called[cls],))
@@ -357,18 +425,23 @@ class CostModel:
                 if arg in written or below.is_free or arg in given:
                     is_part = f.node.op in (op.SLICE, op.TAKE)
                     size = min(below.bytes, f.bytes) if is_part else below.bytes
-                    if arg in self.inlined:
-                        if not f.is_kernel:
+                    is_written = f.is_kernel or arg in written
+                    if arg in self.inlined and not is_written:
+                        inlined += self.inlined[arg] * below.work.widest
+                    if arg in self.alone:
+                        if not is_written:
                             continue
                         fresh_s += below.pages
                         size += below.bytes  # written too
                     read[arg, f.node.op == op.SLICE] = size
-                else:
+                elif arg not in inside:
+                    inside.add(arg)
                     stack.append(arg)
                     if f.is_called or cls in called:
                         whole = called.get(cls, arg)
                         is_part = f.is_called or below.bytes < facts[whole].bytes
                         called[arg] = arg if is_part else whole
+        work = in_one([facts[c].work for c in stack])
         made, flops = facts[root].bytes, facts[root].flops
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
             return max(sum(read.values()) - made, 0.0), work, 0.0
@@ -377,6 +450,8 @@ class CostModel:
         in_place = flops is None and any(facts[c].bytes == made for c in computed)
         fresh_s += 0.0 if in_place else facts[root].pages
         fresh_s += sum([facts[c].pages for c in stored])
+        if inlined and work.reduces:
+            fresh_s += self._slower_seconds(inlined)
         moved = sum(read.values()) + sum([2 * facts[c].bytes for c in stored])
         return made + moved, work, fresh_s
 
@@ -415,12 +490,6 @@ def weight(node: Node) -> float:
         scales = sum(c not in (1, -1) for c in node.attr) if node.op == op.ADD else 0
         return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
     return 1.0 if node.op == op.REDUCE else 0.5
-
-
-def steps_of(node: Node, device: Device) -> float:
-    """Return the elementwise steps per element of a node, by the rate `elementwise_per_s`."""
-    rate = device.elementwise_per_s / device.folds.fused_steps_per_s
-    return weight(node) + functions_of(node, device) * rate
 
 
 def functions_of(node: Node, device: Device) -> float:

@@ -17,7 +17,11 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.region_keys import Key, LeafTag, Region
-from symjax_rewrite.rewriting.region_partition import find_regions, is_inlined
+from symjax_rewrite.rewriting.region_partition import (
+    find_regions,
+    inlined_operations,
+    is_inlined,
+)
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import least_seconds, nearest, savings_bound
@@ -101,7 +105,9 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
 
         def tag(c: int) -> LeafTag:
             computed = node_of(t.graph, c).op != LEAF
-            return LeafTag(c in known, storage(t, c), computed, is_inlined(t.graph, terms.need, c))
+            inlined = inlined_operations(t.graph, terms.need, c)
+            alone = is_inlined(t.graph, terms.need, c)
+            return LeafTag(c in known, storage(t, c), computed, inlined, alone)
 
         part_of = lambda classes: nearest(t.graph, classes, terms.model)  # noqa: E731
         terms.kept["regions"] = find_regions(t, terms.need, tag, frozen, part_of)

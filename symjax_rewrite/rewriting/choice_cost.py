@@ -73,10 +73,16 @@ class ChoiceCost:
     def kernel_of(self, cls: int) -> int:
         """Return the class whose kernel computes a class; -1 if the roots do not need it."""
         while cls not in self.written:
-            readers = self.readers_of(cls)
-            if not readers:
+            reader = next(iter(self.readers_of(cls)), None)
+            if reader is None:
                 return -1
-            (cls,) = readers
+            cls = reader
+        return cls
+
+    def group_of(self, cls: int) -> int:
+        """Return the class for which the operands of a class are computed: see `Facts.is_group`."""
+        while cls in self.facts and cls not in self.written and not self.facts[cls].is_group:
+            cls = next(iter(self.readers_of(cls)), -1)
         return cls
 
     def moved(self, move: Choice) -> ChoiceCost:
@@ -153,19 +159,31 @@ class _Moved(ChoiceCost):
         near = {*self.changed, *self.added, *self.readers}.union(
             *[x.args(c) for c in self.changed if c in self.facts for x in (base, self)]
         )
-        other = []
-        for c in near - self.removed:
-            if self._is_written(c) is not (c in base.written):
-                self.written.symmetric_difference_update((c,))
-                other.append(c)
+        other = self._rewritten(near - self.removed)
         other += [c for c in self.changed if c in self.facts and self._is_read_otherwise(c)]
         readers = [x.readers_of(c) for c in (*other, *self.removed) for x in (base, self)]
         return {*self.changed, *self.added, *self.removed, *other}.union(*readers)
 
+    def _rewritten(self, near: Iterable[int]) -> list[int]:
+        """Find which classes are written; return those that were not, or are no longer.
+
+        What is computed for another class than before is looked at again, operands after readers.
+        """
+        base = self.base
+        stack = list(near)
+        for c in stack:
+            if self._is_written(c) is not (c in self.written):
+                self.written.symmetric_difference_update((c,))
+            elif c in self.written or self.group_of(c) == base.group_of(c):
+                continue
+            stack += [a for a in self.args(c) if a not in self.removed]
+        return [c for c in {*stack} if (c in self.written) is not (c in base.written)]
+
     def _is_written(self, cls: int) -> bool:
         readers = self.readers_of(cls)
-        is_kept = cls in self.base.roots or len(readers) > 1 or self._is_kernel(cls)
-        return is_kept or any(map(self._is_kernel, readers))
+        if cls in self.base.roots or self._is_kernel(cls) or any(map(self._is_kernel, readers)):
+            return True
+        return len(readers) > 1 and len({*map(self.group_of, readers)}) > 1
 
     def _is_kernel(self, cls: int) -> bool:
         return self.facts[cls].is_kernel and cls not in self.given

@@ -59,13 +59,15 @@ class LeafTag(NamedTuple):
     """The properties that distinguish inputs of regions besides sizes and dtype.
 
     frozen: it depends on frozen arguments alone. storage: the dtype that it is stored in. computed:
-    an equation of the program computes it. inlined: XLA computes it inside its reader.
+    an equation of the program computes it. inlined: the operations for each element where XLA may
+    compute it inside what reads it, else 0. alone: one term reads it.
     """
 
     frozen: bool
     storage: str
     computed: bool
-    inlined: bool
+    inlined: float = 0.0
+    alone: bool = False
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from symjax_rewrite.cost.term_cost import weight
 from symjax_rewrite.ir.dataflow import Needed, connected, node_of, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.index_tests import is_indicator
@@ -85,14 +86,36 @@ def _is_fused(g: EGraph, need: Needed, cls: int) -> bool:
     users = need.users.get(cls, ())
     if cls in need.outside or need.uses.get(cls) != 1 or len(users) != 1:
         return False
-    user = node_of(g, users[0])
-    return user.op == MAP or (user.op in LINEAR and not user.bound)
+    return _is_elementwise(node_of(g, users[0]))
+
+
+def _is_elementwise(node: Node) -> bool:
+    return node.op == MAP or (node.op in LINEAR and not node.bound)
 
 
 def is_inlined(g: EGraph, need: Needed, cls: int) -> bool:
     """Return True if one term reads an elementwise value, and nothing else does."""
     single = cls not in need.outside and need.uses.get(cls) == 1
     return single and node_of(g, cls).op == MAP
+
+
+def inlined_operations(g: EGraph, need: Needed, cls: int) -> float:
+    """Return the operations per element of a value that is computed where terms read it.
+
+    Those of the elementwise values of its size count that it alone needs. The result is 0 for a
+    value that is written in any case.
+    """
+    users = need.users.get(cls, ())
+    if cls in need.outside or any(node_of(g, u).op not in LINEAR for u in users):
+        return 0.0
+    total, stack, axes = 0.0, [cls], len(g.classes[cls].sizes)
+    for c in stack:
+        node = node_of(g, c)
+        is_mine = c == cls or (c not in need.outside and need.uses.get(c) == 1)
+        if is_mine and _is_elementwise(node):
+            total += weight(node)
+            stack += [a.cls for a in node.args if len(g.classes[a.cls].sizes) == axes]
+    return total
 
 
 def _members(t: TermGraph, need: Needed) -> set[int]:

@@ -177,9 +177,11 @@ class _OwnGraph:
         self.tags = {at: region.tags[c] for at, c in leaves.items()}
         self.frozen = Frozen(self.g, {at for at, c in leaves.items() if c in terms.known})
         computed = frozenset([at for at, tag in self.tags.items() if tag.computed])
-        inlined = frozenset([at for at, tag in self.tags.items() if tag.inlined])
+        inlined = {at: tag.inlined for at, tag in self.tags.items() if tag.inlined}
+        alone = frozenset([at for at, tag in self.tags.items() if tag.alone])
         self.models = [
-            CostModel(context.device, _at(sample), computed, inlined) for sample in terms.samples
+            CostModel(context.device, _at(sample), computed, inlined, alone)
+            for sample in terms.samples
         ]
         self.contexts = list(map(self._rule_context, self.models))
 

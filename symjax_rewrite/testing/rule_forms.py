@@ -119,7 +119,7 @@ def all_forms(
     """Trace a function, cut it into regions and saturate them; return all forms."""
     traced = _Traced(fun, avals, frozen)
     t, known = traced.t, traced.known
-    tag = lambda c: LeafTag(known(c), storage(t, c), computed=False, inlined=False)  # noqa: E731
+    tag = lambda c: LeafTag(known(c), storage(t, c), computed=False)  # noqa: E731
     regions = find_regions(t, traced.need, tag, bool(known.leaves))
     return [traced.saturated(region, axioms, patterns, numerics) for region in regions]
 

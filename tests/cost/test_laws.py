@@ -10,7 +10,7 @@ from jax import lax
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
-from symjax_rewrite.cost.term_cost import steps_of
+from symjax_rewrite.cost.term_cost import functions_of
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term import MAP, Node
@@ -195,11 +195,11 @@ def test_products_of_a_step_with_large_weights_leave_their_loop() -> None:
 
 def test_integer_powers_are_multiplications_and_a_division() -> None:
     def steps(power: int) -> float:
-        return steps_of(Node(MAP, ("integer_pow", (("y", power),)), (), 0, ()), CPU)
+        return functions_of(Node(MAP, ("integer_pow", (("y", power),)), (), 0, ()), CPU)
 
-    assert steps(0) == steps(1) == steps(2) == 1
+    assert steps(0) == steps(1) == steps(2) == 0
     assert steps(2) < steps(3) == steps(4) < steps(5) < steps(7)
-    division = steps_of(Node(MAP, ("div", ()), (), 0, ()), CPU) - 1
+    division = functions_of(Node(MAP, ("div", ()), (), 0, ()), CPU)
     assert steps(-7) - steps(7) == pytest.approx(division)
 
 
@@ -230,3 +230,40 @@ def test_a_kernel_in_a_step_costs_a_step_on_a_cpu_and_a_launch_on_a_gpu() -> Non
     on_cpu, on_gpu = (traffic(closed, d, {}).seconds for d in (CPU, DEVICES["h100"]))
     assert on_cpu is not None and on_cpu < 0.3 * 1000 * CPU.launch_s
     assert on_gpu is not None and on_gpu >= 1000 * DEVICES["h100"].launch_s
+
+
+def test_further_operations_of_a_kernel_cost_less_than_the_first_and_more_in_a_reduction() -> None:
+    """On 10⁶ elements 32 operations take 0.56 ns each element, in a sum 1.9 ns."""
+
+    def seconds(operations: int, summed: bool) -> float:
+        def chain(x: Any, y: Any) -> Any:
+            for _ in range(operations // 2):
+                x = x * y + y
+            return jnp.sum(x, 1) if summed else x
+
+        closed = jax.make_jaxpr(chain)(spec(1 << 12, 1 << 8), spec(1 << 12, 1 << 8))
+        return traffic(closed, CPU, {}).seconds or 0.0
+
+    first, written, reduced = seconds(2, False), seconds(32, False), seconds(32, True)
+    assert written < 2 * first < reduced
+    assert reduced - seconds(16, True) > 2 * (seconds(64, False) - seconds(48, False)) > 0
+
+
+def test_a_value_that_one_kernel_reads_several_times_is_not_written() -> None:
+    def moved(fun: Any) -> float:
+        found: Any = traffic(jax.make_jaxpr(fun)(spec(1 << 10)), CPU, {}).bytes
+        return found / (4 << 10)
+
+    assert moved(lambda x: jnp.exp(-(x**2)) + jnp.tanh(x**2)) == 2
+    assert moved(lambda x: (jnp.exp(x**2), jnp.max(x**2))) == pytest.approx(5, abs=0.01)
+    assert moved(lambda x: (y := jnp.exp(x))[1:] - y[:-1]) == pytest.approx(4, abs=0.01)
+
+
+def test_a_sum_is_not_moved_where_it_computes_a_long_chain_itself() -> None:
+    """Two products with a vector read the stored chain; a sum of it takes longer."""
+
+    def moved(x: Any, w: Any) -> Any:
+        y = jnp.exp(-(x**2)) + x**3 / (1 + x**2)
+        return jax.grad(lambda w: jnp.sum(y - (y @ w) @ w.T))(w)
+
+    assert "contraction_order" not in [r.name for r in rewritten(moved, (549, 512), (512, 1)).rules]

@@ -14,7 +14,7 @@ from symjax_rewrite.rewriting.region_partition import find_regions
 
 def _regions(fun, *avals):
     t = build(flatten(jax.make_jaxpr(fun)(*avals)))
-    return find_regions(t, needed(t), lambda c: LeafTag(False, "float32", False, False))
+    return find_regions(t, needed(t), lambda c: LeafTag(False, "float32", False))
 
 
 def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():

@@ -117,7 +117,7 @@ def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
-    steps = sum(facts[c].work for c in mine if facts[c].flops is None) / device.elementwise_per_s
+    steps = sum(model.chained_seconds(facts[c].work) for c in mine if facts[c].flops is None)
     steps += _feature_steps(t, cluster, device.folds) / device.folds.fused_steps_per_s
     return products + max(steps, moved / device.bytes_per_s)
 
@@ -328,7 +328,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
     fused = fused_terms(choice, order) - read_whole
-    written = model.written(facts, roots, facts.keys() - mine)
+    written = model.written({c: facts[c] for c in order}, roots, set())
     written |= {c for c in order if is_elementwise(choice[c])} - fused
     last: dict[int, int] = {}
     for c in reversed(order):
