@@ -91,6 +91,16 @@ def array_aval(shape: Sequence[Any], dtype: str) -> Any:
     return _core.ShapedArray(tuple(shape), np.dtype(dtype))
 
 
+def is_float(aval: Any) -> bool:
+    """Return True for the aval of real numbers in floating point."""
+    return hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jnp.floating))
+
+
+def is_differentiable(aval: Any) -> bool:
+    """Return True if a value of this aval can have a tangent."""
+    return hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
 def eval_jaxpr(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluate (or stage out again) a closed jaxpr, equation for equation."""
     outs = _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)

@@ -20,6 +20,7 @@ from symjax_rewrite.jax_internals import (
     eval_each,
     eval_equation,
     eval_inlined,
+    is_float,
 )
 
 Rule = Callable[..., Any]
@@ -46,7 +47,7 @@ def float_primitives(closed: ClosedJaxpr) -> set[str]:
     found: set[str] = set()
     for e in closed.jaxpr.eqns:
         found |= set().union(*map(float_primitives, bodies(e)))
-        if any(_is_float(v.aval) for v in e.outvars):
+        if any(is_float(v.aval) for v in e.outvars):
             found.add(e.primitive.name)
     return found
 
@@ -60,15 +61,11 @@ def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> lis
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         rule = rules.get(eqn.primitive.name)
-        if rule is not None and _is_float(eqn.outvars[0].aval):
+        if rule is not None and is_float(eqn.outvars[0].aval):
             return [rule(lambda *xs: eval_equation(eqn, xs)[0], *operands, **eqn.params)]
         return eval_equation(eqn, operands)
 
     return eval_inlined(closed, args, run)
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating)
 
 
 def power_of_two(x: Any) -> Any:

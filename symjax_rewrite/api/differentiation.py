@@ -19,7 +19,6 @@ from symjax_rewrite.api.joint_gradient import (
     Halves,
     Joint,
     Original,
-    is_differentiable,
     plain_halves,
     trace_joint,
 )
@@ -117,7 +116,9 @@ class Call:
             if reads and eqn.primitive.name != "stop_gradient":
                 reached.update(eqn.outvars)
         return [
-            not jax_internals.is_literal(v) and v in reached and is_differentiable(v.aval)
+            not jax_internals.is_literal(v)
+            and v in reached
+            and jax_internals.is_differentiable(v.aval)
             for v in jaxpr.outvars
         ]
 
@@ -270,5 +271,5 @@ def has_derivatives(closed: ClosedJaxpr) -> bool:
     """Return True if a program has no effects and has inputs and results with tangents."""
     jaxpr = closed.jaxpr
     sides = (jaxpr.invars, jaxpr.outvars)
-    may_move = lambda v: hasattr(v.aval, "dtype") and is_differentiable(v.aval)  # noqa: E731
+    may_move = lambda v: jax_internals.is_differentiable(v.aval)  # noqa: E731
     return not closed.effects and all(any(map(may_move, side)) for side in sides)

@@ -67,13 +67,8 @@ class Original:
         return [v.aval.to_ct_aval() for v, moves in outvars if moves]
 
 
-def is_differentiable(aval: Any) -> bool:
-    """Return True if a value of this aval can have a tangent."""
-    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
-
-
 def _no_cotangent(aval: Any) -> Any:
-    if is_differentiable(aval):
+    if jax_internals.is_differentiable(aval):
         return jax.numpy.zeros(aval.shape, aval.dtype)
     return np.zeros(aval.shape, jax.dtypes.float0)
 

@@ -36,7 +36,11 @@ def with_ones(closed: ClosedJaxpr, values: Sequence[Any], read: Sequence[bool]) 
     values: its inputs, arrays or tracers. read: the inputs that the optimised form reads.
     """
     mine = jax_internals.live_part(closed, [True] * len(closed.jaxpr.outvars))[1]
-    only = [k for k, r in enumerate(mine) if r and not read[k] and _is_float(closed.in_avals[k])]
+    only = [
+        k
+        for k, r in enumerate(mine)
+        if r and not read[k] and jax_internals.is_float(closed.in_avals[k])
+    ]
     if not only or any(jax_internals.has_primitive(closed, name) for name in OWN_DERIVATIVES):
         return closed
     program = flatten(closed, has_rules=True)
@@ -66,13 +70,8 @@ def _is_smooth_in(equations: Sequence[Equation], value: int) -> bool:
 
 def _is_smooth(e: Equation, reached: set[int]) -> bool:
     """Return True if an equation is smooth in its float operands among some values."""
-    if not all(_is_float(v.aval) for v in e.eqn.outvars):
+    if not all(jax_internals.is_float(v.aval) for v in e.eqn.outvars):
         return False
     if e.name == "div":
         return reached.isdisjoint(numbers(e.invals[1:]))
     return e.name in SMOOTH or (e.name == "integer_pow" and e.eqn.params["y"] >= 0)
-
-
-def _is_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))

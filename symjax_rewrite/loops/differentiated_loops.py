@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Replacement
@@ -138,7 +137,7 @@ class _LoopAndGradient:
     @property
     def live(self) -> list[int]:
         """Return the values that the loop reads and that may have cotangents."""
-        return [v for v in self.reads if _is_float(self.program.avals[v])]
+        return [v for v in self.reads if jax_internals.is_differentiable(self.program.avals[v])]
 
     @property
     def given(self) -> list[int]:
@@ -283,8 +282,4 @@ class _LoopAndGradient:
 
 
 def _is_cotangent(aval: Any, of: Any) -> bool:
-    return _is_float(of) and (aval.shape, aval.dtype) == (of.shape, of.dtype)
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return jax_internals.is_differentiable(of) and (aval.shape, aval.dtype) == (of.shape, of.dtype)
