@@ -135,7 +135,7 @@ class Fusion:
             if not source.kept:
                 new = loop.graft(lambda x, k=axis: lax.squeeze(x, (k,)), [new])
             loop.substitute({v: new})
-            loop.body.equations = _in_order(loop.body.equations)
+            loop.body.equations = in_order(loop.body.equations)
 
     def _step(self, v: Value, axis: int) -> Value:
         """Return the body value of one step of an outer value; the stepped axis keeps size one."""
@@ -297,7 +297,7 @@ def drop_results(loop: Loop) -> None:
     loop.ys = [loop.ys[k] for k in used]
 
 
-def _in_order(equations: list[Equation]) -> list[Equation]:
+def in_order(equations: list[Equation]) -> list[Equation]:
     """Return equations in dependence order; effects keep their order."""
     makers = makers_of(equations)
     return postorder(equations, lambda e: [makers[v] for v in e.reads if v in makers])

@@ -15,24 +15,38 @@ from dataclasses import replace
 from jax import lax
 
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.loops.fusion import Surroundings, drop_results
-from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.fusion import Surroundings, drop_results, in_order
+from symjax_rewrite.loops.loop import Loop, Source
 
 
 def in_stored_order(loop: Loop, around: Surroundings) -> Loop:
     """Return a loop without the transpositions around it that move the axis of the steps alone."""
     loop = loop.copy()
-    for v, source in loop.sources.items():
-        while isinstance(source.value, int) and (e := around.makers.get(source.value)):
-            if not _moves_only(e, order := _order(e), source.axis):
+    for v, source in list(loop.sources.items()):
+        moved = source
+        while isinstance(moved.value, int) and (e := around.makers.get(moved.value)):
+            if not _moves_only(e, order := _order(e), moved.axis):
                 break
-            source = replace(source, value=e.invals[0], axis=order[source.axis])
-        loop.sources[v] = source
+            moved = replace(moved, value=e.invals[0], axis=order[moved.axis])
+        if moved.axis == source.axis or not source.kept:
+            loop.sources[v] = moved
+        else:
+            _read_without_axis(loop, v, moved)
     for k in range(len(loop.makes)):
         while _written_in_place(loop, around, k):
             pass
     drop_results(loop)
     return loop
+
+
+def _read_without_axis(loop: Loop, v: int, moved: Source) -> None:
+    """Read a value that keeps the axis of the steps from another axis, and add the old axis."""
+    axis, aval = loop.sources.pop(v).axis, loop.body.avals[v]
+    shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
+    entry = loop.body.new_value(aval.update(shape=shape))
+    loop.sources[entry] = replace(moved, kept=False)
+    loop.substitute({v: loop.graft(lambda x: lax.expand_dims(x, (axis,)), [entry])})
+    loop.body.equations = in_order(loop.body.equations)
 
 
 def _order(e: Equation) -> Sequence[int]:
