@@ -43,7 +43,8 @@ class TurnedValue:
     def reads(self) -> tuple[int, ...]:
         """Return the values that it is computed from."""
         made = {v for e in self.equations for v in e.outvals}
-        read = [v for e in self.equations for v in e.reads if v not in made]
+        undone = {v for e in self.equations if e.name == "transpose" for v in e.reads}
+        read = [v for e in self.equations for v in e.reads if v not in made - undone]
         return tuple(dict.fromkeys([*self.leaves, *read]))
 
     def computed(self, *arrays: Any) -> Any:
@@ -89,7 +90,8 @@ def turned_value(
 
     def alone(v: int) -> bool:
         return v not in outputs and all(
-            e is turn or e.outvals[0] in inside for e in users.get(v, ())
+            e is turn or (e.name != "transpose" and e.outvals[0] in inside)
+            for e in users.get(v, ())
         )
 
     frontier = [root]

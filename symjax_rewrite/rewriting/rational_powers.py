@@ -2,7 +2,8 @@
 
 XLA's CPU compiler computes a power element by element, by calls of a library, and roots in vectors.
 Softened forces (`(r² + ε)**-1.5`) and flux limiters have such powers. Values differ by a few units
-in the last place. At 0, -0 and ±infinity they are those of the power.
+in the last place. At 0, -0, ±infinity and negative numbers they are those of the power. Positive
+subnormal numbers count as 0, as in XLA's arithmetic on CPUs.
 
     x**1.5 → x · √x        x**-0.25 → 1 / √√x
 """
@@ -65,9 +66,8 @@ def power(x: Any, quarters: int) -> Any:
 
     x: real floats, any shape.
     """
-    infinity = lax.full_like(x, -np.inf)
-    special = lax.bitwise_or(lax.eq(x, lax.full_like(x, 0)), lax.eq(x, infinity))
-    x = lax.select(special, lax.abs(x), x)
+    negative = lax.lt(x, lax.full_like(x, 0)) & lax.gt(x, lax.full_like(x, -np.inf))
+    x = lax.select(negative, lax.full_like(x, np.nan), lax.abs(x))  # 1 / x may round to -0
     whole, rest = divmod(abs(quarters), 4)
     if quarters < 0 and whole:  # 1 / x is in range where the power is
         x = lax.div(lax.full_like(x, 1), x)

@@ -82,6 +82,12 @@ FIRES = {
         lambda a, b: (mask := jnp.tri(400, 300, dtype=bool), jnp.where(mask, b @ a.T, 0).T - 1),
         POINTS, CENTRES,
     ),
+    "a mask beside its transposition": (
+        lambda a, b: (
+            i := lax.broadcasted_iota(int, (300, 300), 0), jnp.where(i < i.T, -(a @ b.T), 1).T - 1
+        ),
+        POINTS, CENTRES[:300],
+    ),
     "in a loop": (lambda x, y: lax.fori_loop(0, 3, lambda _, v: x.T @ (x @ v) + y, y), X, W),
 }  # fmt: skip
 QUERIES, KEYS = array(2, 8, 16, 32), array(2, 2, 1000, 32)
@@ -132,6 +138,9 @@ STAYS = {
     "a transposed product": (lambda a, b: jnp.tanh((a @ b.T).T), POINTS, CENTRES),
     "a transposed function that a product reads": (
         lambda a, b: (-(a @ b.T)).T @ a, POINTS, CENTRES,
+    ),
+    "a function beside its transposition": (
+        lambda a, b: jnp.tanh(((c := jnp.exp(a @ b.T)) / (1 + c.T)).T), POINTS, CENTRES[:300],
     ),
     "inner product": (lambda x, y: x @ y, Y, Y),
 }  # fmt: skip
