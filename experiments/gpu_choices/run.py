@@ -29,8 +29,9 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE.parent), str(ROOT)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 import harness
+import recurrences
 
 from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
@@ -132,10 +133,17 @@ def scan_cases() -> Iterator[tuple[str, Case]]:
         yield f"{name}, with gradient", (pulled(mamba), [*args, x])
 
 
+def recurrence_cases() -> Iterator[tuple[str, Case]]:
+    for name, (layer, args) in recurrences.layers():
+        yield f"{name}, forward", (layer, args)
+        yield f"{name}, with gradient", (pulled(layer), [*args, args[0]])
+
+
 GROUPS: dict[str, Callable[[], Iterator[tuple[str, Case]]]] = {
     "Attention, B4 T4096 H16, bf16": attention_cases,
     "RMSNorm and a linear layer, bf16": norm_cases,
     "Selective scan, f32": scan_cases,
+    "Recurrent layers, B4 T1024, bf16": recurrence_cases,
 }
 
 
