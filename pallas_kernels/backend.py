@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -24,7 +24,6 @@ from symjax_rewrite.cost.device_profiles import (
     Device,
     known_device,
 )
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
 

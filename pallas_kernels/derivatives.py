@@ -8,6 +8,7 @@ its own function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from symjax_rewrite import jax_calls, jax_internals
-from symjax_rewrite.data_classes import dataclass
 
 Array = Any
 Fun = Callable[..., Any]

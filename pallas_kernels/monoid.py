@@ -12,13 +12,12 @@ Sources: Blelloch 1990 (scans); Milakov & Gimelshein 2018 (online softmax).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from symjax_rewrite.data_classes import dataclass
 
 Array = Any  # jax.Array, or a tracer or reference value inside a kernel
 State = tuple[Array, ...]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
 
 

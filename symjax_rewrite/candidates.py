@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from symjax_rewrite import jax_internals
@@ -18,7 +18,6 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.light_programs import is_light
 from symjax_rewrite.cost.term_cost import Cost, CostModel
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Program, Value
 from symjax_rewrite.ir.replacement import Part, Read

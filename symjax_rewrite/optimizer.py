@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from symjax_rewrite import jax_internals, policy
@@ -23,7 +23,6 @@ from symjax_rewrite.codegen import emission
 from symjax_rewrite.collector import collector_paused
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.near_margins import near
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body

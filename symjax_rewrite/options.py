@@ -13,12 +13,11 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError, choice
 
 NUMERICS = ("exact", "reassoc", "finite", "cancels", "approx")

@@ -8,10 +8,9 @@ does not depend on source lines.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from symjax_rewrite.candidates import Candidate
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Program
 
 

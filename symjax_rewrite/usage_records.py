@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.jax_internals import ClosedJaxpr
 

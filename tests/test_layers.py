@@ -22,7 +22,6 @@ FOLDERS = {
 # single modules of the package's root.
 LAYERS = {
     "ground": (
-        "data_classes",
         "errors",
         "collector",
         "options",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Band,
     Contraction,

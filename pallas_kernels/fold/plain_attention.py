@@ -7,12 +7,12 @@ The mask is causal, of lengths, or both. The programs of tile and epilogue are r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.fold.attention_symbols import (
     HALVES,
     MAXIMUM,

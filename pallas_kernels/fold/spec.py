@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.named_axes import NamedAxes, Operand, checked_axes
 
 Array = Any

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Band,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes

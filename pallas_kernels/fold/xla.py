@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.backend import Reason, Support, first_reason, too_large
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes, fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import (

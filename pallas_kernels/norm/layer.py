@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.pallas_kernels.norm.spec import NormSpec, RowProgram, RowSums
 

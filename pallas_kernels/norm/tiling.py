@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 

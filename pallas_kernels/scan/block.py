@@ -8,13 +8,12 @@ vectorise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.backend import (
     NAMED,
     TOO_LARGE,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.profile_groups import ChunkedMatrices
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.scan.xla import walk
 

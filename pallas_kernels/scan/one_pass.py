@@ -15,14 +15,13 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels.backend import (
     Reason,
     Support,

@@ -17,12 +17,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.monoid import Monoid
 from symjax_rewrite.pallas_kernels.named_axes import NamedAxes, Operand, checked_axes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.near_margins import near
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.optimizer import Optimiser, Result

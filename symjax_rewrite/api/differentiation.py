@@ -9,6 +9,7 @@ optimises the joint program, and cuts it into a forward and a backward half.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -23,7 +24,6 @@ from symjax_rewrite.api.joint_gradient import (
     trace_joint,
 )
 from symjax_rewrite.api.unread_arguments import with_ones
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.affine_trees import keeps_trees
 from symjax_rewrite.loops.loop_optimizer import before_derivatives

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,6 @@ import jax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr

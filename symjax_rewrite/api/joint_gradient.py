@@ -10,6 +10,7 @@ primals alone, because residuals of the optimised forward half have no derivativ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.linear_zeros import with_zero
 from symjax_rewrite.loops.program_partition import CutProgram, smallest_split, without_barrier

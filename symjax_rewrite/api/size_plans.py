@@ -20,7 +20,7 @@ import re
 import typing
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +28,6 @@ from jax import export
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.decision_cache import DecisionCache
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import Assumptions

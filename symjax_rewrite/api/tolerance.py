@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.rounding import relative_bound, spread, unit_roundoff
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import EquivalenceError
 from symjax_rewrite.jax_internals import ClosedJaxpr, Tracer
 from symjax_rewrite.options import Numerics, Options

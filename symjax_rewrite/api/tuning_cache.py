@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ import numpy as np
 from symjax_rewrite import options
 from symjax_rewrite.cost.core_scaling import instruction_set, usable_cores
 from symjax_rewrite.cost.profile_file import write_atomically
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import logger

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from symjax_rewrite.auditing.audit_page import as_fragment, as_page
 from symjax_rewrite.auditing.findings import PROPERTIES, Finding, findings, told
 from symjax_rewrite.auditing.tracing import trace
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.bottlenecks import Bottleneck
 from symjax_rewrite.reports.places import short_place

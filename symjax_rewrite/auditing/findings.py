@@ -6,7 +6,7 @@ A candidate uses a trait if it computes the trait's line and is of a kind that u
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -15,7 +15,6 @@ from symjax_rewrite.auditing.traits import TracedValues, Trait, find_traits
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import making, needed
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from symjax_rewrite.auditing.intermediates import Intermediate, largest_intermediate
 from symjax_rewrite.auditing.tracing import Decision, TracedFunction, trace
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import CliffError, UsageError
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import law_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -11,7 +11,6 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.cost.device_profiles import Device, device_profile
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser, Result

@@ -7,7 +7,7 @@ has. What a finder yields is a fact about the values, not a promise that another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from typing import NamedTuple
 from symjax_rewrite.auditing.index_masks import IndexMask, index_mask
 from symjax_rewrite.auditing.symmetry import Parity
 from symjax_rewrite.cost.term_cost import is_dot
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, node_of
 from symjax_rewrite.ir.products import flattest

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from symjax_rewrite.calibration.timing import LineFit, fitted_line, sampled, spread
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.data_classes import dataclass
 
 ROUNDS, SAMPLE_S = 9, 4e-3
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-
-from symjax_rewrite.data_classes import dataclass
+from dataclasses import dataclass
 
 Clock = Callable[[], float]
 

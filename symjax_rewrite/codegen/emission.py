@@ -8,7 +8,7 @@ emitted only if a native equation or a result needs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -19,7 +19,6 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.flat_program import Program

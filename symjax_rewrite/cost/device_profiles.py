@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -44,7 +44,6 @@ from symjax_rewrite.cost.profile_groups import (
     quantity,
 )
 from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError, choice
 
 

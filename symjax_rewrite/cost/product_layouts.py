@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.cost.term_cost import itemsize
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation
 
 

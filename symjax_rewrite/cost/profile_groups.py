@@ -7,10 +7,8 @@ not support the operations that the group prices. Imports nothing of the package
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
-
-from symjax_rewrite.data_classes import dataclass
 
 DATASHEET = "datasheet"
 FACT = "how the device, or XLA for it, works"  # a boolean, not a figure

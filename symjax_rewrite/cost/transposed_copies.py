@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.product_layouts import swapped_seconds
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS, ProductLayouts
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE

@@ -17,9 +17,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import dataclass
 from typing import TypeVar
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import dtype_kind, quantizes

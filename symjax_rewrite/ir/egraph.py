@@ -8,10 +8,9 @@ the rule that made it. A class that turns out not to depend on an index loses th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import (
     CONCAT,

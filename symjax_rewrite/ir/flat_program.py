@@ -7,13 +7,12 @@ rewrites preserve values, and derivatives are taken of the original program (see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 

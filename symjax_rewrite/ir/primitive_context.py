@@ -8,9 +8,9 @@ A row of `primitives` is a function of a `Site`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONST, Ref

@@ -7,11 +7,10 @@ which later passes see as an opaque operation. Dead equations are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import CycleError, makers_of, numbers, postorder
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn

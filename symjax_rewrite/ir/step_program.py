@@ -11,10 +11,9 @@ one step. Specs compare programs by `key_of`: functions made of equal steps are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone
 
 Item = TypeVar("Item")

@@ -9,10 +9,9 @@ interpretation of the terms. Indices are the numbers that the caller gives them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Node, Ref, over
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir import primitives
 from symjax_rewrite.ir.axis_factorization import AxisMap
 from symjax_rewrite.ir.egraph import EGraph

@@ -7,12 +7,12 @@ order. It does not look through functions of a product, and reads across their r
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone, postorder, value_operands
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import ELEMENTWISE

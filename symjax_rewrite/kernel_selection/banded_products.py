@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -21,7 +22,6 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import BandedBlocks
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, cone, kind_of, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from symjax_rewrite import jax_internals
@@ -10,7 +11,6 @@ from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import SLICE, Ref

@@ -15,13 +15,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP

@@ -10,14 +10,13 @@ a wrong answer is below 1e-16 at 2¹⁶ steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.loops.fusion import Surroundings

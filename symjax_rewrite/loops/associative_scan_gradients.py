@@ -10,11 +10,11 @@ points is taken for the cotangent, as in `associative_scan_detection`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.loops.associative_scan_detection import (

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from operator import or_
 
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_kind

@@ -11,7 +11,7 @@ user's and subgradients are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,7 +22,6 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Replacement
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.loops.prime_field import PRIME, equal, inverse, times
 

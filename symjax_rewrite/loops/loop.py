@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, append
 from symjax_rewrite.ir.replacement import Read

@@ -8,7 +8,7 @@ priced both with the body as written and with the optimised body.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,6 @@ from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Replac
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_size, equation_seconds, work_seconds
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import Read

@@ -10,6 +10,7 @@ counter that steps by one can be the count of a mean.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.loops.exact_steps import Points, Sampler, Undecided, run_exactly

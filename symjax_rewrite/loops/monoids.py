@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.loops import exact_steps as exact
 
 

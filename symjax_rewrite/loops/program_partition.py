@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var

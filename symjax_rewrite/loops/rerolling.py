@@ -9,6 +9,7 @@ read, and the carries of the step before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
@@ -16,7 +17,6 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.ir.primitives import VIEWS
 from symjax_rewrite.loops.fusion import Surroundings

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from symjax_rewrite.cost.equation_cost import (
     selection_seconds,
     shape_of,
 )
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.replacement import Read

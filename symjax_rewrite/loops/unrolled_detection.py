@@ -13,14 +13,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, value_key
 from symjax_rewrite.ir.primitives import params_key
 from symjax_rewrite.jax_internals import Literal

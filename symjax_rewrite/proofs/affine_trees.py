@@ -8,11 +8,11 @@ followed as one of these, exactly: `A[m+1, h]·A[l, m] = A[l, h]` and `A[m+1, h]
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.loops.associative_scan_detection import (
     Evaluator,

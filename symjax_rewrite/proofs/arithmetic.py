@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.proofs.exact_numbers import ExactNumber, Numbers, prime_powers
 from symjax_rewrite.proofs.forms import (

@@ -6,10 +6,11 @@ sizes; a normal form is compared with the value of its function.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.proofs.evaluation import (
     TOLERANCE,

@@ -12,12 +12,11 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.proofs.arithmetic import Calculus, Law
 from symjax_rewrite.proofs.forms import Atom, Form, Index, Poly, names_of

@@ -9,10 +9,8 @@ kept, and equals the numbers of the proof that differ from it by rounding alone.
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from fractions import Fraction
-
-from symjax_rewrite.data_classes import dataclass
 
 ROUNDING = {"float64": 2.0**-50, "float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 DIGITS = {"float64": 12, "float32": 5, "float16": 3, "bfloat16": 2}  # of decimals

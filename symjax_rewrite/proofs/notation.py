@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count
 from typing import Any
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.proofs.arithmetic import Calculus, Operation
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly, names_of

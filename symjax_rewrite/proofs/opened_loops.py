@@ -8,7 +8,7 @@ are solved over the whole program, and the values of a step are index terms like
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, append
 from symjax_rewrite.ir.sizes import Assumptions, Dim, from_jax

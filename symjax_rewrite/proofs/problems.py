@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import numpy as np
 from jax import export, lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr

@@ -15,12 +15,11 @@ the iteration of their starts and their step. Two iterations are equal if both a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_forms import bound_names, recurrence
 from symjax_rewrite.proofs.affine_trees import Tree

@@ -10,10 +10,9 @@ solved for one of its atoms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fractions import Fraction
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.forms import ZERO, Atom, Mono, Number, Poly
 

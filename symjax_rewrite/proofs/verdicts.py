@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, ClassVar
 
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.spec_texts import spec_text
 
 MODULO = (

@@ -8,11 +8,11 @@ memory for its result, and a launch. Fresh memory counts as memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import reachable
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.reports.program_cost import (
     ProgramTerms,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite.candidates import Crossover
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.sizes import Assumptions, Dim, Poly, is_fact, to_sympy
 
 Facts = tuple[str, ...]

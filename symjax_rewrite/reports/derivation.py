@@ -7,9 +7,9 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from symjax_rewrite.codegen.emission import RegionForm, TermPart
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import CycleError, postorder
 from symjax_rewrite.ir.egraph import ORIGINAL
 from symjax_rewrite.ir.term import LEAF, Node, Ref

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.html import Html, tag
 from symjax_rewrite.spec_texts import dtype_text

@@ -6,9 +6,8 @@ import ast
 import linecache
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.places import place
 from symjax_rewrite.reports.record import Record

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.ir.term import CONST, CONV, IOTA, LEAF, NATIVE
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import or_
 from typing import NamedTuple
-
-from symjax_rewrite.data_classes import dataclass
 
 MAX_SQUARED = 8  # factors of a product that may be searched for a square
 ORDERS = 2  # the pairs for all orders of a region, in multiples of the pairs for one order

@@ -25,7 +25,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,7 +42,6 @@ from symjax_rewrite.cost.equation_cost import (
 )
 from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone, makers_of, users_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS

@@ -8,6 +8,7 @@ rows (g, t).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
@@ -16,7 +17,6 @@ from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds, shape_of
 from symjax_rewrite.cost.product_layouts import copy_seconds
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation, Program
 
 

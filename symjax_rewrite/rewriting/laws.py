@@ -10,12 +10,12 @@ import ast
 import builtins
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax.numpy import linalg
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import RuleError
 
 _SIGNS = str.maketrans({"·": " @ ", "−": "-", "ᵀ": ".T", "≤": "<=", "≥": ">="})

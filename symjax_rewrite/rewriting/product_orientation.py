@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
@@ -26,7 +26,6 @@ from symjax_rewrite.cost.product_layouts import (
     swapped_seconds,
 )
 from symjax_rewrite.cost.profile_groups import ProductLayouts
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
 from symjax_rewrite.ir.turned_values import TurnedValue, turned_value

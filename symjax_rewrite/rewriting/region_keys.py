@@ -9,10 +9,9 @@ depend on the content, and slots of an operand as the first term that reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph, renamed_attr
 from symjax_rewrite.ir.index_tests import is_condition

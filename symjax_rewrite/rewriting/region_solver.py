@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from symjax_rewrite.candidates import Context, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.term_cost import Cost, CostModel
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.sizes import Dim, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref

@@ -6,9 +6,9 @@ Indices 0, 1, … are the slots of the class; any other index has a name and a s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.egraph import EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import Product

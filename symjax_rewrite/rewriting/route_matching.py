@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, count, islice, product
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from symjax_rewrite.codegen.term_lowering import jax_sizes
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.flat_program import Program, flatten

@@ -11,12 +11,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from symjax_rewrite.candidates import OutOfTimeError, Pass
 from symjax_rewrite.cost.term_cost import CostModel
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import RuleError, SymjaxError, choice
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind

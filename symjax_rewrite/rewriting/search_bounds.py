@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, combinations, product, starmap
 from typing import Any
 
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,6 @@ from symjax_rewrite.codegen import emission, term_lowering
 from symjax_rewrite.codegen.emission import Array, TermPart, TermReader
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.cost.term_cost import CostModel
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.egraph import EGraph

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-
-from symjax_rewrite.data_classes import dataclass
 
 LEAST_SIDE = 3  # cells along a side of a level, at least: fewer have none apart
 SPARE = 4.5  # standard deviations of the count of uniform points for which there is room

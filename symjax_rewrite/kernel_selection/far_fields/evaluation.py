@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.kernel_selection.far_fields import chebyshev
 from symjax_rewrite.kernel_selection.far_fields.cells import Chunks, Grid, apart, chunks, runs
 from symjax_rewrite.kernel_selection.far_fields.radial_terms import FarForm, Monomial, Vector

@@ -12,11 +12,10 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.step_program import run
 from symjax_rewrite.ir.term import ADD, MAP
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute

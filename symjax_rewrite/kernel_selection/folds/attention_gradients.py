@@ -16,13 +16,12 @@ which is multiplied by the mean of its keys. In a program that holds dp in f32 t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import is_half
 from symjax_rewrite.ir.term import CONTRACT, Ref, is_cast

@@ -8,12 +8,11 @@ reductions of a cluster that wait for the same earlier results and reduce in the
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, cone, connected, kind_of, node_of, postorder
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, NATIVE, SLICE, Ref

@@ -8,7 +8,7 @@ sums are never stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.codegen.step_evaluation import handlers
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.step_program import Step, StepProgram, key_of, place_in, pruned, run

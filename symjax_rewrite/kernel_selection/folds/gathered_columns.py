@@ -6,6 +6,7 @@ program of a fold evaluates the term, after the column operands are gathered.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.step_program import run
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.kernel_selection.folds.builder import read_operand

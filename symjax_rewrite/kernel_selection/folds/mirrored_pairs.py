@@ -9,7 +9,7 @@ is added by point. Newton's third law is the case of forces (Verlet 1967).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +19,6 @@ from jax import lax
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.step_program import Step, StepProgram, pruned
 from symjax_rewrite.ir.term import CONTRACT, MAP
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute

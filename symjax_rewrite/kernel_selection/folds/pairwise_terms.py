@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.term_cost import itemsize
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import kind_of, node_of, postorder
 from symjax_rewrite.ir.egraph import EGraph

@@ -7,7 +7,7 @@ that rows and columns share, `At(k)` for one element of an axis that is written 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen.step_evaluation import handlers
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, is_computed_from, kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over

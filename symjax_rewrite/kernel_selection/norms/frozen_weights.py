@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ import numpy as np
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.kernel_selection.kernel_candidate import read_over

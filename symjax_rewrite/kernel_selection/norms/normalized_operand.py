@@ -10,9 +10,9 @@ or not. No norm is matched by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import (
     class_operands,
     is_computed_from,

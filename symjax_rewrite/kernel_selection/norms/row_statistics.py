@@ -8,7 +8,7 @@ algebra: `Σ_k (a·x + b)(c·x + d)` with row values a, b, c, d is a polynomial 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.codegen.step_evaluation import elementwise
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import is_computed_from, is_float_cast, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.step_program import Handler, Step, StepProgram, place_in, run

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.profile_groups import StepLoops
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import cone, dependents, makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation

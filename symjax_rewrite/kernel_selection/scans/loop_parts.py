@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.loops.loop import Loop, Read, get, run_equations, stage
 from symjax_rewrite.loops.motion import all_steps

@@ -12,10 +12,9 @@ Yang et al. 2024, "Gated linear attention"; Dao & Gu 2024, "Transformers are SSM
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import (
     class_operands,
     is_float_cast,

@@ -7,12 +7,11 @@ it is not written for all steps, and no second loop reads it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
 
-from symjax_rewrite.data_classes import dataclass
 from symjax_rewrite.ir.dataflow import makers_of, numbers
 from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
