@@ -26,7 +26,7 @@ def powers(fun: Any, *specs: Any, device: str = "cpu", **options: Any) -> int:
 def test_values_are_those_of_the_power() -> None:
     x = np.array(VALUES, np.float32)
     found = jax.jit(lambda x: [power(x, q) for q in QUARTERS])(x)
-    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    tiny, huge = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     for q, made in zip(QUARTERS, found, strict=True):
         with np.errstate(all="ignore"):
             exact = np.power(np.where(x == -np.inf, np.inf, x.astype(np.float64)), q / 4)
