@@ -1,6 +1,7 @@
 """A kernel keeps what a program loses by a cast to 8 bits."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def outer_products(q, k, v):
 
 def rounded_products(q, k, v):
     """Rounding errors of bfloat16 products of float32 factors, over pairs and in loops."""
-    times = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.bfloat16)
+    times: Any = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.bfloat16)
 
     def lost(a, b):
         return 100 * (jnp.outer(a, b) - times(a, b, (((), ()), ((), ()))).astype(a.dtype))
