@@ -26,7 +26,7 @@ from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import cone, dependents, makers_of, node_of
-from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.flat_program import Equation, value_key
 from symjax_rewrite.ir.primitives import dtype_kind, quantizes
 from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, product, value
 from symjax_rewrite.ir.step_program import (
@@ -245,8 +245,14 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
 
 
 def is_equated(loop: Loop, state: int) -> bool:
-    """Return True if a step tests for equality what depends on a state."""
-    return any(e.name in ("eq", "ne") for e in dependents(loop.body.equations, [state]))
+    """Return True if a step tests for equality what depends on a state.
+
+    A tie of an extremum's operands, as in its gradient since JAX 0.12, is no such test: where they
+    are as near as their rounding, each is the extremum.
+    """
+    ties = [{*map(value_key, e.invals)} for e in loop.body.equations if e.name in ("max", "min")]
+    tests = [e for e in dependents(loop.body.equations, [state]) if e.name in ("eq", "ne")]
+    return any({*map(value_key, e.invals)} not in ties for e in tests)
 
 
 @dataclass(slots=True)
