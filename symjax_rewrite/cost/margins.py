@@ -118,7 +118,7 @@ def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) 
         (before.bytes, after.bytes),
         (before.launches, after.launches),
     ]
-    if after.seconds >= before.seconds * margins.faster:
+    if after.seconds >= before.seconds * (1.0 if frozen else margins.faster):
         return False, "no equal form is predicted faster"
     if after.seconds == 0:
         return True, "nothing is left to compute"

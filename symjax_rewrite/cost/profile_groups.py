@@ -162,6 +162,13 @@ class MemoryFacts:
     )
     fresh_bytes_per_s: float = quantity("bytes/s", "further temporaries", FOLDS, math.inf)
     passes_of_write: float = quantity("1", "passes over memory of a write", FACT, 1.0)
+    beside: float = quantity(
+        "1",
+        "share of the shorter one of arithmetic and traffic of an elementwise kernel that takes "
+        "time beside the longer one",
+        NO_SCRIPT,
+        0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,7 +331,8 @@ class CostModel:
     ) -> float:
         """Return the seconds of a kernel by the facts of the class that it writes."""
         arithmetic, memory, fresh, launch = self._limits(cls, f, kernel_bytes, work, fresh_s)
-        return max(arithmetic, memory) + fresh + launch
+        beside = 0.0 if f.is_kernel else self.device.memory.beside * min(arithmetic, memory)
+        return max(arithmetic, memory) + beside + fresh + launch
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""
