@@ -247,12 +247,13 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
 def is_equated(loop: Loop, state: int) -> bool:
     """Return True if a step tests for equality what depends on a state.
 
-    A tie of an extremum's operands, as in its gradient since JAX 0.12, is no such test: where they
-    are as near as their rounding, each is the extremum.
+    The gradient of an extremum tests its operands for a tie, and which is greater: this decides no
+    more than the latter does.
     """
-    ties = [{*map(value_key, e.invals)} for e in loop.body.equations if e.name in ("max", "min")]
+    extrema = [e for e in loop.body.equations if e.name in ("max", "min")]
+    ties = {frozenset(map(value_key, e.invals)) for e in extrema}
     tests = [e for e in dependents(loop.body.equations, [state]) if e.name in ("eq", "ne")]
-    return any({*map(value_key, e.invals)} not in ties for e in tests)
+    return any(frozenset(map(value_key, e.invals)) not in ties for e in tests)
 
 
 @dataclass(slots=True)
