@@ -300,7 +300,7 @@ def test_every_pass_has_a_property_or_is_a_search() -> None:
     searches = {
         "affine_trees", "algebra", "bodies", "column_reductions", "column_scans",
         "common_subexpression", "differentiated_loops", "extremum_places", "fusion_limits", "loops",
-        "orientation", "paired_steps", "repeated_work",
+        "orientation", "paired_steps", "rational_powers", "repeated_work",
     }  # fmt: skip
     assert {p.name for p in PASSES} - searches <= set(USES)
 
