@@ -67,7 +67,7 @@ def retrieve(x: Any, keys: Any) -> Any:
 def forces(p: Any, m: Any) -> Any:
     d = p[:, None] - p[None]
     r2 = (d**2).sum(-1) + 1e-3
-    return (d * (m[None, :, None] * (r2**-1.5)[..., None])).sum(1)
+    return (d * (m[None, :, None] * (r2**-1.3)[..., None])).sum(1)
 
 
 def kernel(p: Any, q: Any, m: Any) -> Any:
