@@ -7,7 +7,8 @@ the kernels that compute or read these classes are priced again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
 from symjax_rewrite.cost.term_cost import CostModel, reachable
@@ -23,8 +24,8 @@ class ChoiceCost:
 
     seconds: of the choice; infinite if it has a cycle or lacks a class. order: the classes that the
     roots need, operands first. given: those that are free. written: those that are written to
-    memory. readers: of each class. kernels: the seconds of each kernel, by the class it writes;
-    `known` are those that were priced before.
+    memory. readers, groups: of each class. kernels: the seconds of each kernel, by the class it
+    writes; `known` are those that were priced before.
     """
 
     def __init__(
@@ -51,6 +52,9 @@ class ChoiceCost:
         for c in self.order:
             for arg in self.args(c):
                 self.readers.setdefault(arg, set()).add(c)
+        self.groups: dict[int, int] = {}
+        for c in reversed(self.order):
+            self.groups[c] = self._group(c)
         priced = ((c, known[c] if c in known else self.seconds_of(c)) for c in self.order)
         self.kernels = {c: seconds for c, seconds in priced if seconds is not None}
         self.seconds = sum(self.kernels.values())
@@ -81,9 +85,13 @@ class ChoiceCost:
 
     def group_of(self, cls: int) -> int:
         """Return the class for which the operands of a class are computed: see `Facts.is_group`."""
-        while cls in self.facts and cls not in self.written and not self.facts[cls].is_group:
-            cls = next(iter(self.readers_of(cls)), -1)
-        return cls
+        return self.groups.get(cls, -1)
+
+    def _group(self, cls: int) -> int:
+        """Return the same, from the groups of the readers."""
+        if cls in self.written or self.facts[cls].is_group:
+            return cls
+        return self.group_of(next(iter(self.readers_of(cls)), -1))
 
     def moved(self, move: Choice) -> ChoiceCost:
         """Return the choice in which some classes are computed by other nodes."""
@@ -118,8 +126,9 @@ class ChoiceCost:
 class _Moved(ChoiceCost):
     """A choice with some nodes replaced: the tables of another choice, with differences.
 
-    readers: of the classes whose readers differ. changed: the classes that are computed by another
-    node. added, removed: the classes that the roots need only afterwards, and only before.
+    readers, groups: of the classes whose readers or group differ. changed: the classes that are
+    computed by another node. added, removed: the classes that the roots need only afterwards, and
+    only before.
 
     Raises:
         CycleError, KeyError: the moved choice has a cycle, or lacks a class.
@@ -129,6 +138,7 @@ class _Moved(ChoiceCost):
         self.base, self.move, self.model = base, move, base.model
         self.facts, self.written, self.given = {**base.facts}, {*base.written}, base.given
         self.readers: dict[int, set[int]] = {}
+        self.groups: dict[int, int] = {}
         self.added: set[int] = set()
         self.removed: set[int] = set()
         for c, node in move.items():
@@ -150,6 +160,10 @@ class _Moved(ChoiceCost):
         found = self.readers.get(cls)
         return self.base.readers_of(cls) if found is None else found
 
+    def group_of(self, cls: int) -> int:
+        found = self.groups.get(cls)
+        return self.base.group_of(cls) if found is None else found
+
     def touched(self) -> set[int]:
         """Find the classes written to memory; return the classes whose kernels may differ."""
         base = self.base
@@ -164,20 +178,38 @@ class _Moved(ChoiceCost):
         readers = [x.readers_of(c) for c in (*other, *self.removed) for x in (base, self)]
         return {*self.changed, *self.added, *self.removed, *other}.union(*readers)
 
-    def _rewritten(self, near: Iterable[int]) -> list[int]:
+    def _rewritten(self, near: Collection[int]) -> list[int]:
         """Find which classes are written; return those that were not, or are no longer.
 
-        What is computed for another class than before is looked at again, operands after readers.
+        The operands of a class with another group follow it, each once for all of its readers.
         """
-        base = self.base
-        stack = list(near)
-        for c in stack:
-            if self._is_written(c) is not (c in self.written):
+        written, before = self.base.written, self._places()
+        found, waiting = {*near}, {*near}
+        queue = [(before(c), c) for c in near]
+        heapify(queue)
+        while queue:
+            _, c = heappop(queue)
+            waiting.remove(c)
+            if turns := self._is_written(c) is not (c in self.written):
                 self.written.symmetric_difference_update((c,))
-            elif c in self.written or self.group_of(c) == base.group_of(c):
+            group = self._group(c)
+            if not turns and group == self.group_of(c):
                 continue
-            stack += [a for a in self.args(c) if a not in self.removed]
-        return [c for c in {*stack} if (c in self.written) is not (c in base.written)]
+            self.groups[c] = group
+            for a in {*self.args(c)} - self.removed - waiting:
+                heappush(queue, (before(a), a))
+                waiting.add(a)
+                found.add(a)
+        return [c for c in found if (c in self.written) is not (c in written)]
+
+    def _places(self) -> Callable[[int], tuple[int, int]]:
+        """Return keys that sort readers first, as far as the order before the move holds."""
+        added: dict[int, tuple[int, int]] = {}
+        at = lambda c: added.get(c) or (-self.base.place.get(c, -1), 0)  # noqa: E731
+        args = lambda c: [a for a in self.args(c) if a in self.added]  # noqa: E731
+        for n, c in enumerate(postorder(self.added, args)):
+            added[c] = min([at(a)[0] for a in self.args(c)], default=0), -n - 1
+        return at
 
     def _is_written(self, cls: int) -> bool:
         readers = self.readers_of(cls)

@@ -8,7 +8,7 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.ir.dataflow import CycleError
-from symjax_rewrite.rewriting.choice_cost import ChoiceCost
+from symjax_rewrite.rewriting.choice_cost import ChoiceCost, _Moved
 
 
 def test_forces_of_all_pairs_stay_a_fused_loop():
@@ -60,3 +60,21 @@ def test_a_move_is_priced_like_the_moved_choice(monkeypatch):
     assert len(moves) > 40
     for got, wanted in moves:
         assert got == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_move_is_priced_once_for_all_paths_to_an_operand(monkeypatch):
+    """A chain of values that are read twice has 2ⁿ paths from its end to its start."""
+    looked, is_written = [], _Moved._is_written
+    monkeypatch.setattr(
+        _Moved, "_is_written", lambda self, c: (looked.append(c), is_written(self, c))[1]
+    )
+
+    def chain(x, y, w):
+        z = x
+        for _ in range(9):
+            z = (z * 2 + y) * (z - y * 3)
+        return jnp.sum(z, 1) @ (w @ w) @ w, jnp.sum(z * y + z * x, 0)
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((600, 500), (600, 500), (600, 600))]
+    sym_optimize(chain, device="cpu").explain(*args)
+    assert 0 < len(looked) < 3_000
