@@ -94,15 +94,17 @@ def turned_value(
             for e in users.get(v, ())
         )
 
-    frontier = [root]
-    while frontier:
-        found = {v: e for v in frontier if v not in inside and (e := makers.get(v)) is not None}
-        new = {v: e for v, e in found.items() if e.name in ELEMENTWISE and alone(v)}
-        new |= {v: e for v, e in found.items() if _undoes(e, order)}
-        for v in found.keys() - new.keys():
-            new |= _of_indices(v, makers)
+    fits: dict[int, bool] = {}
+    queue = [root]  # again where a reader has entered
+    for v in queue:
+        if v in inside or (e := makers.get(v)) is None:
+            continue
+        if _undoes(e, order) or (e.name in ELEMENTWISE and alone(v)):
+            new = {v: e}
+        else:
+            new = _of_indices(v, makers, fits)
         inside |= new
-        frontier = _operands(inside.values()) if new else []
+        queue += _operands(new.values())
     equations = [makers[v] for v in postorder([root], value_operands(inside)) if v in inside]
     leaves = [v for v in _operands(equations) if v not in inside] if inside else [root]
     products = [e for v in leaves if (e := makers.get(v)) and alone(v) and _is_matrix_product(e)]
@@ -132,13 +134,21 @@ def _undoes(e: Equation, order: tuple[int, ...]) -> bool:
     return e.name == "transpose" and tuple(e.eqn.params["permutation"]) == order
 
 
-def _of_indices(v: int, makers: Mapping[int, Equation]) -> dict[int, Equation]:
-    """Return what a mask is computed from, down to indices, vectors and numbers; {} for others."""
+def _of_indices(
+    v: int, makers: Mapping[int, Equation], fits: dict[int, bool]
+) -> dict[int, Equation]:
+    """Return what a mask is computed from, down to indices, vectors and numbers; {} for others.
+
+    fits: True for masks, by value; values are added.
+    """
     operands = lambda v: _operands([makers[v]]) if v in makers else ()  # noqa: E731
-    found = cone([v], operands)
-    known = {v: makers[v] for v in found if v in makers}
-    fits = all(e.name in ELEMENTWISE or _is_index(e) for e in known.values())
-    return known if fits and len(known) == len(found) else {}
+    for u in postorder([v], lambda u: () if u in fits else operands(u)):
+        e = makers.get(u)
+        if u not in fits:
+            fits[u] = e is not None and (
+                _is_index(e) or (e.name in ELEMENTWISE and all(fits[a] for a in operands(u)))
+            )
+    return {u: makers[u] for u in cone([v], operands)} if fits[v] else {}
 
 
 def _is_index(e: Equation) -> bool:
