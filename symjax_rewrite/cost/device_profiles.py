@@ -305,7 +305,7 @@ CPU = Device(
         constant_bytes=1 << 28,
         fresh_bytes_per_s=2e9,
         passes_of_write=2.0,
-        beside=0.25,
+        beside=0.02,
     ),
     loops=LoopFacts(
         product_s=0.4e-6,
