@@ -332,7 +332,7 @@ class TermReader:
             is_kept = cls not in self.part.makers and cls not in self.part.forms
             if is_kept and view.axes == t.view(home).axes and aval == t.program.avals[home]:
                 return self.read(home)
-        array = self.array(cls, _order_below(view.axes, range(len(aval.shape))))
+        array = self.array(cls, _slots_in_order(view.axes, range(len(aval.shape))))
         labels = tuple(view.axes[s] for s in array.slots)
         sizes = term_lowering.jax_sizes(t.sizes[v], self.env)
         data = term_lowering.in_order(array.data, labels, sizes)
@@ -382,13 +382,13 @@ class TermReader:
             return self._from_value(cls, self.part.links[cls])
         if cls in self.part.forms:
             form, ref = self.part.forms[cls]
-            made = self._solve(form, ref.cls, _order_below(ref.axes, order))
+            made = self._solve(form, ref.cls, _slots_in_order(ref.axes, order))
             return Array(made.data, tuple(ref.axes[s] for s in made.slots))
         v = self.part.value_of(cls)
         if v is not None:
             return self._to_array(v)
         node = node_of(self.t.graph, cls)
-        below = [self.array(a.cls, _order_below(a.axes, order)) for a in node.args]
+        below = [self.array(a.cls, _order_below(node, a, order)) for a in node.args]
         operands = list(map(self.operand, node.args, below))
         made = self._lower(self.t.graph, cls, node, operands, order)
         if cls not in self.part.own:
@@ -420,7 +420,7 @@ class TermReader:
         classes, orders = _cone(form, root, done), {root: order}
         for cls in reversed(classes):
             for a in form.choice[cls].args:
-                orders.setdefault(a.cls, _order_below(a.axes, orders[cls]))
+                orders.setdefault(a.cls, _order_below(form.choice[cls], a, orders[cls]))
         for cls in classes:
             origin = self.part.verbatim_origin(form, cls)
             if origin is not None:
@@ -451,13 +451,19 @@ class TermReader:
         return Array(*made)
 
 
-def _order_below(axes: Sequence[int], order: Sequence[int]) -> Sequence[int]:
+def _slots_in_order(axes: Sequence[int], order: Sequence[int]) -> Sequence[int]:
     """Return the slots of an operand in the order in which a reader has its indices.
 
     axes: the index that reads each slot. order: of the indices; none for the order of numbers.
     """
     places = {i: n for n, i in enumerate(order)}
     return sorted(range(len(axes)), key=lambda s: places.get(axes[s], len(places) + axes[s]))
+
+
+def _order_below(node: Node, operand: Ref, order: Sequence[int]) -> Sequence[int]:
+    """Return the order that an elementwise node wants of an operand; others take any."""
+    is_elementwise = node.op in (ADD, MAP) or (node.op == CONTRACT and not node.bound)
+    return _slots_in_order(operand.axes, order) if is_elementwise else ()
 
 
 def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:
