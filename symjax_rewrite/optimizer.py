@@ -265,6 +265,7 @@ class Optimiser:
         kept = self.kept_inside if inside else self.kept
         context = Context(*mine, frozen, allowed, start, optimise, kept, admits=self.admits)
         context.selects, context.call_s = self.selects, 0.0 if inside else device.call_s
+        context.outside = self.device
         try:
             result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:

@@ -54,6 +54,20 @@ def test_a_light_program_stays_as_written_unless_kernels_are_asked_for(monkeypat
     assert len(programs) == 1
 
 
+def test_a_body_of_many_small_operations_is_light_as_a_program_is(monkeypatch):
+    """Kernels in a step cost less than a launch, and XLA fuses them as it chooses there too."""
+    programs = []
+
+    def counted(self, program, context):
+        programs.append(len(program.equations))
+        return iter(())
+
+    monkeypatch.setattr(Algebra, "candidates", counted)
+    x = jax.ShapeDtypeStruct((3,), jnp.float32)
+    sym_optimize(lambda x: jax.lax.fori_loop(0, 9, lambda _, x: _turned(x), x)).explain(x)
+    assert max(programs, default=0) < CPU.search.large_program
+
+
 def test_loops_in_light_programs_are_still_improved():
     """A product leaves the loop of a program that has many equations on small arrays."""
 
