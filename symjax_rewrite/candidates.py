@@ -201,9 +201,7 @@ class Context:
     the numbers at which symbolic sizes were priced. admits: False for a candidate that policy must
     not take; it is asked once for every candidate, in the order in which they are found. selects:
     likewise, of the candidate and the program it was found in. call_s: seconds of a call of the
-    program beside its kernels; 0 for the body of a loop or branch. outside: the profile of kernels
-    outside of bodies, by which programs are light, bodies too: XLA fuses many small operations as
-    it chooses wherever they stand.
+    program beside its kernels; 0 for the body of a loop or branch.
     """
 
     options: Options
@@ -220,7 +218,6 @@ class Context:
     admits: Callable[[Candidate], bool] = lambda _: True
     selects: Callable[[Candidate, Program], bool] = lambda *_: True
     call_s: float = 0.0
-    outside: Device | None = None
     _terms: tuple[Program, Terms] | None = field(default=None)
     _light: tuple[Program, bool] | None = field(default=None)
 
@@ -250,7 +247,7 @@ class Context:
     def is_light(self, program: Program) -> bool:
         """Return True if no pass of terms can gain on a program (`cost.light_programs`)."""
         if self._light is None or self._light[0] is not program:
-            self._light = (program, is_light(program, self.outside or self.device))
+            self._light = (program, is_light(program, self.device))
         return self._light[1]
 
     def program_seconds(self, program: Program) -> float:

@@ -204,7 +204,7 @@ class Optimiser:
             self.selection, self.device = Selection(choices), near(device)
         self.passes = with_added(rules.added, PASSES)
         self.assumptions = Assumptions(options.assume)
-        self.kept, self.kept_inside = dict[str, Any](), dict[str, Any]()
+        self.kept: dict[str, Any] = {}
 
     def selects(self, c: Candidate, program: Program) -> bool:
         """Return True if the selection, if there is one, has the candidate."""
@@ -219,7 +219,7 @@ class Optimiser:
         start = time.perf_counter()
         allowed = planned_regions(self.options.plan, closed)
         with collector_paused(), planning_for(self.device):
-            result = self._run(closed, frozen, allowed, start, {})
+            result = self._run(closed, frozen, allowed, start, {}, self.device.call_s)
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(
                 "the plan names rewrites that this program and version do not have",
@@ -237,12 +237,9 @@ class Optimiser:
         allowed: set[str] | None,
         start: float,
         solved: dict[Hashable, tuple[Result, ClosedJaxpr]],
-        inside: bool = False,
+        call_s: float = 0.0,
     ) -> Result:
-        """Optimise a program; `solved` holds the results of bodies: equal ones are run once.
-
-        inside: True for a body, whose kernels run in the step of a loop.
-        """
+        """Optimise a program; `solved` holds the results of bodies: equal ones are run once."""
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
         if not count:
             return Result(closed)
@@ -255,17 +252,14 @@ class Optimiser:
             if place not in solved:
                 key = program_key(body) or place
                 if key not in solved:
-                    solved[key] = self._run(body, frozenset(), allowed, start, solved, True), body
+                    solved[key] = self._run(body, frozenset(), allowed, start, solved), body
                 solved[place] = solved[key][0], body  # held, so that no other has its place
             spent.append(solved[place][0].spent)
             return solved[place][0]
 
-        device = self.device.in_step() if inside else self.device
-        mine = self.options, self.rules, device, self.assumptions
-        kept = self.kept_inside if inside else self.kept
-        context = Context(*mine, frozen, allowed, start, optimise, kept, admits=self.admits)
-        context.selects, context.call_s = self.selects, 0.0 if inside else device.call_s
-        context.outside = self.device
+        mine = self.options, self.rules, self.device, self.assumptions
+        context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)
+        context.selects, context.call_s = self.selects, call_s
         try:
             result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:
