@@ -277,11 +277,11 @@ def main() -> None:
     columns = [1 << k for k in range(10, 18)]
     tables = (
         layouts(5, 1e-2),
-        transposes(5, 1e-2),
         reductions(5, 1e-2, columns),
         fusions(5, 1e-2),
         reduced_in_products(5, 1e-2, PAIRS, WIDTHS),
         compared(5, 1e-2, options.every),
+        transposes(5, 1e-2),
     )
     print(*tables, sep="\n\n")
     if options.write:
