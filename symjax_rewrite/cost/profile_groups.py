@@ -165,8 +165,8 @@ class MemoryFacts:
     beside: float = quantity(
         "1",
         "share of the shorter one of arithmetic and traffic of an elementwise kernel that takes "
-        "time beside the longer one",
-        NO_SCRIPT,
+        "time beside the longer one: so little that it decides between equal times alone",
+        JUDGED,
         0.0,
     )
 

@@ -113,7 +113,7 @@ class OrientedProducts:
             if e.name == "transpose" and not all(map(_is_product, users.get(e.outvals[0], ()))):
                 found = turned_value(e, makers, users, outputs)
                 if found is not None and found.equations:
-                    yield from _moved(program, e, found, facts, context.device)
+                    yield from _moved(e, found, facts, context.device)
 
 
 def _is_product(e: Equation) -> bool:
@@ -121,7 +121,7 @@ def _is_product(e: Equation) -> bool:
 
 
 def _moved(
-    program: Program, e: Equation, turned: TurnedValue, facts: ProductLayouts, device: Device
+    e: Equation, turned: TurnedValue, facts: ProductLayouts, device: Device
 ) -> Iterator[Candidate]:
     """Yield a transposition of a function of products as a function of transposed products."""
     aval: Any = e.eqn.outvars[0].aval
