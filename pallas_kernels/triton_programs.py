@@ -55,7 +55,7 @@ def for_triton(fun: Fun) -> Fun:
 class _Operand(NamedTuple):
     """A value of a program in a loop.
 
-    is_fixed: True if no step changes it. factors: what it is the product of, if anything.
+    is_fixed: True if no step changes it. factors: of a product, else empty.
     """
 
     value: Array

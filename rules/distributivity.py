@@ -240,7 +240,7 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             continue
         solved = any(ctx.has(f.cls, INVERSE) for f in inner.factors)
         if solved and not ctx.permits("cancels", r.dtype):
-            ctx.refuse("factor", "a solve magnifies what the sum before it is rounded by", cls)
+            ctx.refuse("factor", "a solve magnifies the rounding of a sum before it", cls)
             continue
         bound = {next(fresh): size for size in inner.bound}
         sizes |= bound
@@ -338,7 +338,7 @@ def _factored(r: RightSide, node: Node, group: list[_Term], shared: Match) -> Re
     rest = _remainder(r, group, shared, common, bound, power)
     mixed = any(len({i < out for i in f.axes}) > 1 for f in common)
     if bound and not mixed and _is_made(r.ctx, rest):
-        raise r.refused("fused sums would become a vector times a matrix that is made for it")
+        raise r.refused("fused sums would become a product with a matrix that nothing else needs")
     product = r.product((*common, rest), bound, precision=lead.precision)
     inside = {t.number for t in group}
     others = [k for k in range(len(node.args)) if k not in inside]

@@ -63,7 +63,7 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         return
     mean = _mean(r, sides[0])
     shifted = [r.sum((1, side.ref), (-1, mean)) for side in sides]
-    # Scaled after the shift: far from zero a product rounds away what the shift leaves.
+    # Scaled after the shift: far from zero a product rounds by more than the differences.
     su, sv = scaled = [r.inside(inside, x) for x in shifted]
     ctx.whole.update([x.cls for x in (mean, *shifted, *scaled)])
     terms = []
@@ -84,8 +84,8 @@ def pairwise_differences(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref
     """Separate sums of a sum of two terms over all pairs, or all partners, shifted by a mean.
 
     `distribute` refuses these, because the terms may cancel. Shifted by the mean of the summed
-    side they do not: |J|·|uᵢ−μ| and Σ|vⱼ−μ| are at most once and twice Σ|uᵢ−vⱼ|, and so is what
-    rounding adds. The gradients of squared distances are such sums. With weights the second term
+    side they do not: |J|·|uᵢ−μ| and Σ|vⱼ−μ| are at most once and twice Σ|uᵢ−vⱼ|, which bounds the
+    rounding error. The gradients of squared distances are such sums. With weights the second term
     would not be small, so a weighted sum is not rewritten.
     """
     p = _product(ctx, cls, node)

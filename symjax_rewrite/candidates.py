@@ -167,8 +167,8 @@ class Terms:
     """A program as index terms, with its live set, cost model and sizes.
 
     known: classes that depend on frozen inputs alone. samples: the numbers at which symbolic sizes
-    are priced. narrow: True if they stand for all sizes. kept: what passes found in the program,
-    for later passes.
+    are priced. narrow: True if they stand for all sizes. kept: facts that passes found in the
+    program, for later passes.
     """
 
     t: TermGraph

@@ -42,7 +42,7 @@ def chosen(
     )
     choice.refuse(
         _copying(program, choice.left, device, staged),
-        Obstacle.COST("its transposed copies take as long as it saves"),
+        Obstacle.COST("the transposed copies that it needs take the time that it saves"),
     )
     choice.refuse(
         _repeated(choice.left),

@@ -50,7 +50,7 @@ class Selection:
     def admits(self, c: Candidate, program: Program) -> bool:
         """Return True if the candidate is wanted.
 
-        What holds the rewritten bodies of a loop is wanted: candidates in the bodies were asked.
+        A candidate that holds rewritten bodies is wanted: candidates in the bodies were asked.
         """
         if c.bodies:
             return True

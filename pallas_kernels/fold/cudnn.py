@@ -55,15 +55,15 @@ def supports(spec: FoldSpec) -> Support:
         (jax.default_backend() != "gpu", "cuDNN is looked for while tracing, and no GPU is here"),
         (capability < OLDEST_GPU, f"compute capability {capability} is below {OLDEST_GPU}"),
         (width != spec.width(a.value), "keys and values differ in width"),
-        (width % 8 != 0 or width > widest, f"head size no multiple of 8, or above {widest}"),
+        (width % 8 != 0 or width > widest, f"the head size is no multiple of 8, or above {widest}"),
         (a.scale <= 0, "the scale is not positive"),
-        (upper not in (None, 0), "bands are materialised by this call"),
+        (upper not in (None, 0), "cuDNN's call stores the mask of a band"),
         (upper == 0 and spec.rows > spec.cols, "causal with more queries than keys"),
         (spec.rows < 2, "one query: bound by memory, the other backends split the keys"),
         (of_keys != of_values, "keys and values differ in their batch axes"),
         (heads != {*spec.batch}, "queries lack a batch axis"),
         (not counted <= {*layout_of(spec, a).batch}, "lengths differ between heads"),
-        (length is not None and "lse" in a.results, "a row without keys has no log-sum-exp here"),
+        (length is not None and "lse" in a.results, "cuDNN has no log-sum-exp of no keys"),
     )
 
 

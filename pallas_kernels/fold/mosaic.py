@@ -95,7 +95,7 @@ def _supports_sizes(spec: FoldSpec) -> Support:
         (not is_hopper(capability), f"compute capability {capability}, not 9"),
         (jax_kernels.ptxas_breaks_masks(), "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks"),
         *limits(spec),
-        (not all(isinstance(o, (ExpSums, Sums)) for o in spec.outputs), "outputs but sums"),
+        (not all(isinstance(o, (ExpSums, Sums)) for o in spec.outputs), "outputs other than sums"),
         (not spec.contractions, "no product"),
         (spec.rows < ROWS, f"fewer than {ROWS} rows"),
         (spec.cols < LEAST_COLS, f"fewer than {LEAST_COLS} columns"),
@@ -116,18 +116,18 @@ def _supports_operands(spec: FoldSpec) -> Support:
     summed = sum(padded(spec.width(k), LEAST_SIDE) for k in weights if spec.features(k))
     pairs = [k for k in read if {spec.row, spec.col} <= {*spec.operands[k].axes}]
     return first_reason(
-        (bool(foreign), f"Mosaic lowers no {', '.join(foreign)}"),
+        (bool(foreign), f"Mosaic cannot lower {', '.join(foreign)}"),
         (len(dtypes) > 1 or not dtypes <= {*HALVES}, "products of other dtypes than f16 or bf16"),
         (not read_dtypes <= READ, f"dtypes {sorted(read_dtypes - READ)} are not supported"),
         (any(s.dtype != jnp.float32 for s in sums), "sums in other dtypes than f32"),
-        (any(s.dtype not in RESULTS for s in flat_shapes(spec)), "results that are no floats"),
-        (any(spec.features(k) for k in read), "a matrix or a table is read by a program"),
-        (any(not spec.features(c.row) for c in spec.contractions), "a product over no axis"),
+        (any(s.dtype not in RESULTS for s in flat_shapes(spec)), "results are not floats"),
+        (any(spec.features(k) for k in read), "elementwise steps read an operand with features"),
+        (any(not spec.features(c.row) for c in spec.contractions), "a product sums over no axis"),
         (not all(_rounds(spec, t) for t in terms), "a weighted sum in f32"),
         (any(spec.width(c.row) > WIDE for c in spec.contractions), f"more than {WIDE} features"),
         (summed > WIDE, f"sums of more than {WIDE} features"),
         (any(not has_one_order(spec, k) for k in matrices), "features are read in two orders"),
-        (any(not _copied(spec, k) for k in pairs), "TMA copies no such operand over pairs"),
+        (any(not _copied(spec, k) for k in pairs), "TMA cannot copy an operand over pairs"),
         (
             any(len(s.axes) > MOST_AXES for s in (*_operands(spec, 1), *_results(spec, 1))),
             f"an array of more than {MOST_AXES} axes",

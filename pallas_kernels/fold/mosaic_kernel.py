@@ -215,7 +215,7 @@ class MosaicKernel:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Return what a program holds: tiles of rows, results to be stored, and barriers."""
+        """Return the shared memory of a block: tiles of rows, results, and barriers."""
 
         def tiles(stored: Sequence[StoredArray]) -> list[Any]:
             groups = self.blocks.groups

@@ -76,9 +76,9 @@ def supports(spec: FoldSpec) -> Support:
     refusal = first_reason(
         *limits(spec),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
-        (any(isinstance(o, KeyedSums) for o in spec.outputs), "sums by key add up in no order"),
-        (any(isinstance(o, ColumnSums) for o in spec.outputs), "sums over rows cross programs"),
-        (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
+        (any(isinstance(o, KeyedSums) for o in spec.outputs), "sums by key add in any order"),
+        (any(isinstance(o, ColumnSums) for o in spec.outputs), "sums over rows cross blocks"),
+        (bool(foreign), f"Triton cannot lower {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
         (
             any(s.dtype == jnp.int64 for s in flat_shapes(raw)),

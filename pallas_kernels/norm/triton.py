@@ -63,7 +63,7 @@ def _supports(spec: NormSpec) -> Support:
         )
     foreign = unlowered(spec)
     return first_reason(
-        (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
+        (bool(foreign), f"Triton cannot lower {', '.join(foreign)}"),
         (too_large(a.shape for a in arrays), "an array of more than 2^31 elements"),
     )
 

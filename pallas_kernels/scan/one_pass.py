@@ -110,7 +110,7 @@ def expressible(spec: ScanSpec) -> Support:
     if not refusal:
         return refusal
     foreign = unlowered(spec)
-    return first_reason((bool(foreign), f"Triton has no {', '.join(foreign)}"))
+    return first_reason((bool(foreign), f"Triton cannot lower {', '.join(foreign)}"))
 
 
 @lru_cache(maxsize=256)

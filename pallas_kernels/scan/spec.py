@@ -244,7 +244,7 @@ def _validate(spec: ScanSpec) -> None:
     check = checked_axes("scan", spec, known, known)
     check(spec.kind in KINDS, "no such kind", spec.kind)
     inexact = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
-    check(spec.kind == "affine" or inexact, "max and min need floats", spec.dtype)
+    check(spec.kind == "affine" or inexact, "kinds max and min need floats", spec.dtype)
     numbers = {k for p in programs_of(spec) for k in p.reads}
     numbers |= set() if spec.start is None else {spec.start}
     check(numbers <= set(range(len(spec.operands))), "no such operand", numbers)
@@ -252,11 +252,11 @@ def _validate(spec: ScanSpec) -> None:
         axes = spec.operands[spec.start].axes
         check(spec.time not in axes, "the initial state has a time axis", axes)
     for readout in spec.readouts:
-        check(set(readout.over) <= set(spec.state), "a sum over what is no axis", readout.over)
-        check(not (readout.total and readout.finish), "a finish of a total", readout.over)
+        check(set(readout.over) <= set(spec.state), "a sum over no state axis", readout.over)
+        check(not (readout.total and readout.finish), "a function of a total", readout.over)
         left = {*known} - set(readout.over) - ({spec.time} if readout.total else set())
         axes = readout_axes(spec, readout)
         check(set(axes) == left and len(axes) == len(left), "a result's axes", axes)
         for number in readout.finish.reads if readout.finish else ():
             axes = spec.operands[number].axes
-            check(set(axes) <= left, "a finish reads an axis that was summed", axes)
+            check(set(axes) <= left, "the function of a sum reads the summed axis", axes)

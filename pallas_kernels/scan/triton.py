@@ -70,7 +70,7 @@ def supports(spec: ScanSpec) -> Support:
     return first_reason(
         (parted, f"a function of a sum over more than {MOST_SUMMED}, or over several axes"),
         (too_large([maps, *parts]), TOO_LARGE),
-        (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
+        (bool(foreign), f"Triton cannot lower {', '.join(foreign)}"),
     )
 
 

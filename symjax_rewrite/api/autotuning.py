@@ -1,11 +1,12 @@
 """Autotuning: the choice among candidates by time measured on the device.
 
 With `tune=True` the program that the model chooses is the start. Each candidate, taken or predicted
-to be a little too expensive, is switched in turn; what is faster by more than noise stays. At the
-end the best program and the program as written are timed once more, and the original is kept
-unless the other is faster. The search ends where the device's bandwidth is reached, or what is left
-could gain no more than noise. Follows the search of autotuners that keep the best set so far
-(CubeCL's autotune ends at the measured roofline; cuTENSOR's plan cache keeps what was measured).
+to be a little too expensive, is switched in turn. A switch stays if the program is faster by more
+than noise. At the end the best program and the program as written are timed once more, and the
+original is kept unless the other is faster. The search ends at the device's bandwidth, or where the
+other candidates could gain no more than noise. Follows the search of autotuners that keep the best
+set so far (CubeCL's autotune ends at the measured roofline; cuTENSOR's plan cache keeps measured
+plans).
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def is_faster(one: Sequence[float], other: Sequence[float], device: Device) -> b
 def tuned(result: Result, optimiser: Optimiser, known: dict[str, tuning_cache.Entry]) -> Result:
     """Return the fastest program that is found, with a record of the measurements.
 
-    result: of the model; kept where nothing can be measured. known: what this process has measured,
-    by program; an entry is added.
+    result: of the model; kept where nothing can be measured. known: the measurements
+    of this process, by program; an entry is added.
     """
     if (reason := unmeasurable(result.closed)) is not None:
         result.declined(RouteUse("tune", False, Obstacle.MEASUREMENT(f"not measured: {reason}")))
@@ -277,7 +278,7 @@ class _Tuning:
     def reported(
         self, best: Trial, measured: tuning_cache.Measured, how: str, stop: str = ""
     ) -> Result:
-        """Return the result of a trial, with what was measured in its record."""
+        """Return the result of a trial, with the measurements in its record."""
         ordered = sorted(measured.items(), key=lambda item: item[1][0])
         parts = [f"{name} {duration(s)} ± {by:.0%}" for name, (s, by) in ordered]
         text = f"{how}: {', '.join(parts)}" + (f"; {stop}" if stop else "")

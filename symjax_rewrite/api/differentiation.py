@@ -69,7 +69,7 @@ class Call:
         JAX counts every operand of an equation as read, so the dead inputs are removed here.
         """
         used, closed = [True] * len(self.closed.jaxpr.outvars), self.closed
-        if not self.is_half:  # what a half does not read may be behind a residual that it reads
+        if not self.is_half:  # a half's residual may depend on unread values
             closed = with_ones(closed, values, jax_internals.live_part(self.runs, used)[1])
         whole = Call(closed, self.runs, self.worker, self.is_half)
         call, runs, read = whole.narrowed(self.runs, used)

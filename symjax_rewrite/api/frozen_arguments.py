@@ -148,8 +148,8 @@ class _Cases:
         """Return the decision whose remaining program costs less, and the program that it emits.
 
         One decision prices the frozen part at zero: it merges an adapter. The other prices it like
-        the rest: it shares a product of what varies among several frozen weights, where the first
-        takes a merged weight for each. It is kept if the rest needs less time and fewer FLOPs.
+        the rest: several frozen weights share a product of varying operands, where the first
+        decision merges a weight for each. It is kept if the rest needs less time and fewer FLOPs.
         """
         decisions = []
         for free in (frozenset(range(known)), frozenset()):
@@ -163,7 +163,7 @@ class _Cases:
         return decisions[priced_s < free_s and priced_flops < free_flops]
 
     def _cost(self, emitted: ClosedJaxpr, known: int, result: Result) -> tuple[Any, Any]:
-        """Return the model's seconds and FLOPs of what remains; None where it has no price."""
+        """Return modelled seconds and FLOPs of the unfrozen part; None without a price."""
         remaining, device = flatten(_remaining(emitted, known)), self.optimiser.device
         seconds = program_traffic(remaining, device, result.sample).seconds
         return seconds, program_flops(remaining, device)

@@ -134,7 +134,7 @@ class RangePlan:
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """A program as traced for all sizes, if it can be, with what is emitted by ranges of sizes."""
+    """The trace of a program for all sizes, if there is one, and emitted programs by ranges."""
 
     closed: ClosedJaxpr | None
     by_range: list[RangePlan]
@@ -152,8 +152,8 @@ class SizePlans:
     ) -> ClosedJaxpr | None:
         """Return the program to run in place of a traced one, or None if no plan covers it.
 
-        flat: the function of arrays that was traced. values: the arrays. key: of what `flat` holds
-        besides them.
+        flat: the function of arrays that was traced. values: the arrays. key: identifies
+        the rest of `flat`.
         """
         sizes = self._sizes([jax.typeof(v).shape for v in values])
         if not sizes or not self.assume.holds(sizes):

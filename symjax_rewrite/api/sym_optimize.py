@@ -110,15 +110,15 @@ def sym_optimize(
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen: names of arguments that `.prepare` takes.
         assume: facts about symbolic sizes, such as `"r < d/8"`.
-        device: what to price for: a name (`"h100"`, `"cpu-16"`), a file of the command `calibrate`,
-            a `Device` or one of `jax.devices()`; default: `SYMJAX_DEVICE`, else where JAX runs.
+        device: the device that prices: a name (`"h100"`, `"cpu-16"`), a file of `calibrate`, a
+            `Device` or one of `jax.devices()`; default: `SYMJAX_DEVICE`, else where JAX runs.
         verify: `"first"`, `"always"` compare with the original and raise, `"warn"` keeps it.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
         plan: a saved `report.plan` to replay.
         budget: limits of the work of one optimisation.
         dims: names of sizes, such as `"b T 64, 64 d"` for two arrays, or `"annotations"` for those
             of jaxtyping: the function is optimised once for all sizes of these names.
-        tune: if True, time candidates on the device, keep what is faster, and store the choice.
+        tune: if True, time candidates on the device, keep the faster ones, and store the choice.
         static_argnums: as in `jax.jit`.
         static_argnames: as in `jax.jit`.
 
@@ -352,7 +352,8 @@ class _Worker:
         A differentiable program that is kept as written becomes a call too: its gradient may have a
         cheaper form.
 
-        flat, fixed: the function of `values` that was traced, and what else its trace depends on.
+        flat, fixed: the function of `values` that was traced, and the rest that its trace depends
+        on.
         """
         from symjax_rewrite.api.differentiation import Call, closing_over_nothing, has_derivatives
 
@@ -475,7 +476,7 @@ def unsupported(closed: jax_internals.ClosedJaxpr, sharded: bool = False) -> str
     if sharded:
         return f"jit with shardings: {why}"
     if not jax_internals.custom_rules_allow(closed.effects):
-        return "effects that no custom derivative rule may have"
+        return "its effects are not allowed under custom derivatives"
     if any(map(jax_internals.aval_is_sharded, closed.in_avals)):
         return f"sharded inputs: {why}"
     if jax_internals.has_primitive(closed, "sharding_constraint"):

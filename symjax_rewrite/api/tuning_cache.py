@@ -103,12 +103,12 @@ def load(closed: ClosedJaxpr, optimiser: Optimiser) -> Entry | None:
 
 
 def _entry(record: Any, key: Mapping[str, Any]) -> Entry:
-    """Read a record; of a malformed one the error says what is wrong."""
+    """Read a record; raise an error that names the fault of a malformed record."""
     if record["format"] != FORMAT or record["key"] != json.loads(json.dumps(key)):
-        raise ValueError("it was measured for something else")
+        raise ValueError("it was measured for another program or format")
     choices = record["choices"]
     if choices is not None and not all(isinstance(c, str) for c in choices):
-        raise ValueError("its choices are no signatures")
+        raise ValueError("its choices are not signatures of candidates")
     times = {str(n): (float(s), float(by)) for n, (s, by) in record["measured"].items()}
     if (times.keys() <= {WRITTEN} and choices != []) or not times.get(WRITTEN, (0.0,))[0] > 0:
         raise ValueError("it lacks measured times")

@@ -1,4 +1,4 @@
-"""`audit`: the six properties of a program, what uses them, and what limits each part."""
+"""`audit`: the six properties of a program, their uses, and the bottleneck of each part."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Audit:
 
     @property
     def bottleneck(self) -> str:
-        """Return what limits the whole program: `compute`, `memory` or `launches`."""
+        """Return the bottleneck of the whole program: `compute`, `memory` or `launches`."""
         seconds: dict[str, float] = {}
         for p in self.parts:
             seconds[p.limit] = seconds.get(p.limit, 0.0) + p.seconds
@@ -77,7 +77,7 @@ class Audit:
         return as_fragment(self)
 
     def to_json(self) -> str:
-        """Return the audit as JSON; null for what has no price."""
+        """Return the audit as JSON; null where there is no price."""
         return json.dumps({**asdict(self), "bottleneck": self.bottleneck}, indent=1)
 
     def save(self, path: str | Path) -> None:
@@ -89,11 +89,11 @@ class Audit:
 
 
 def audit(f: Any, *specs: Any, device: str | None = None) -> Audit:
-    """Find the six properties of a program, what uses each, and what limits its parts.
+    """Find the six properties of a program, their uses, and the bottlenecks of its parts.
 
     The properties are associativity, separability, locality, sparsity, redundancy and symmetry. A
     finding names the user's line, the rule or kernel that uses the property, the modelled seconds
-    that this saves, and what stands in the way otherwise. Nothing runs on a device.
+    that this saves, or the reason why nothing uses it. Nothing runs on a device.
 
     Args:
         f: a function, a `jax.jit` of one, or a result of `sym_optimize`.

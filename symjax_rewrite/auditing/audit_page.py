@@ -11,7 +11,7 @@ from symjax_rewrite.reports.bottlenecks import Bottleneck
 from symjax_rewrite.reports.html import Html, bar, fragment, page, row, table, tag
 from symjax_rewrite.reports.places import short_place
 
-HEADS = ("property", "what has it", "line", "use", "gain")
+HEADS = ("property", "values", "line", "use", "gain")
 
 
 def as_page(audit: Any) -> str:

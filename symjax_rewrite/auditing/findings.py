@@ -72,8 +72,8 @@ class Finding:
     property: one of the six. what: the values that have it. where: the user's line. used_by: the
     rule or kernel that uses it; empty if none does. taken: True if it is used in the emitted
     program. saved_s: modelled seconds that using it saves, of the whole program; None if there is
-    no price. ratio: times the part is predicted faster. reason: what was done, or stands in the
-    way. is_bound: True if `saved_s` is an upper bound of what the property could save.
+    no price. ratio: times the part is predicted faster. reason: the change, or why
+    there is none. is_bound: True if `saved_s` is an upper bound of the possible saving.
     """
 
     property: str
@@ -87,13 +87,13 @@ class Finding:
     is_bound: bool = False
 
     def use(self) -> str:
-        """Return what uses the property and why, or what stands in the way."""
+        """Return the rule or kernel that uses the property, and the reason for or against it."""
         name = f"{'used by' if self.taken else 'not taken:'} {self.used_by}" if self.used_by else ""
         reason = "" if self.reason == self.what else units.scaled_numbers(self.reason)
         return "; ".join(filter(None, (name, reason)))
 
     def gain(self) -> str:
-        """Return what the property saves or could save; empty if there is no price."""
+        """Return the actual or possible saving as text; empty if there is no price."""
         saved = "" if self.saved_s is None else units.duration(self.saved_s)
         saved = saved and (f"at most {saved} to save" if self.is_bound else f"saves {saved}")
         told = self.ratio is None or self.reason.startswith(units.PREDICTED)
@@ -102,7 +102,7 @@ class Finding:
 
 
 def told(found: Iterable[Finding]) -> Iterator[tuple[Finding, str, str]]:
-    """Yield findings with what uses them and the gain; a gain that several share is told once."""
+    """Yield findings with use and gain as text; a gain that several share is told once."""
     seen: set[tuple] = set()
     for f in found:
         use = f.used_by, f.reason, f.saved_s, f.ratio
@@ -129,7 +129,7 @@ class _Use:
 
 
 def findings(decision: Decision, closed: ClosedJaxpr, parts: list[Bottleneck]) -> list[Finding]:
-    """Return the properties of a program with what uses them, in the order of `PROPERTIES`."""
+    """Return the properties of a program and their uses, in the order of `PROPERTIES`."""
     device, sample = decision.optimiser.device, decision.result.sample
     traits = [t for r in _readings(closed, device, sample) for t in find_traits(r)]
     uses = [u for u in (*_taken(decision), *_refused(decision)) if u.properties]

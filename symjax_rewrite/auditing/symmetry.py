@@ -39,7 +39,7 @@ class Parity:
                 yield i, j, sign
 
     def of(self, cls: int, order: tuple[int, ...]) -> Sign:
-        """Return the sign of a class whose slot s reads what slot `order[s]` reads."""
+        """Return the sign of a class where slot s reads the index of slot `order[s]`."""
         if order == tuple(range(len(order))):
             return 1
         key = cls, order

@@ -1,4 +1,4 @@
-"""Tracing of what `audit` and `guard` are given: plain, jitted and optimised functions."""
+"""Tracing of the arguments of `audit` and `guard`: plain, jitted and optimised functions."""
 
 from __future__ import annotations
 

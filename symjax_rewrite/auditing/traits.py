@@ -1,7 +1,7 @@
 """Properties that parts of a program have, whether or not a pass uses them.
 
 A finder reads one live class of a term graph, or all of them, and yields the properties that it
-has. What a finder yields is a fact about the values, not a promise that another form is faster.
+has. A property is a fact about the values, not a promise that another form is faster.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class TracedValues:
         return isinstance(found, Normed) and bool(found.scale)
 
 
-Found = tuple[str, str, float | None]  # the property, what has it, and the share as in `Trait`
+Found = tuple[str, str, float | None]  # property, values, share as in `Trait`
 Finder = Callable[[TracedValues, int, Node], Iterator[Found]]
 
 

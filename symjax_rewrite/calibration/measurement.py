@@ -81,7 +81,7 @@ def read(one: Measurement, device: Device, sampler: Sampler = sampled) -> Readin
     """Run the programs of a measurement and return the figure.
 
     Args:
-        one: what is measured.
+        one: the figures and the programs that measure them.
         device: the profile so far.
         sampler: times programs in turn, as `timing.sampled` does.
     """

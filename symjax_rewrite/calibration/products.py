@@ -1,4 +1,4 @@
-"""Figures of matrix products: rates by dtype, and what layouts add."""
+"""Figures of matrix products: rates by dtype, and the extra time of layouts."""
 
 from __future__ import annotations
 

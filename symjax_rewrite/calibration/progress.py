@@ -30,7 +30,7 @@ class Progress:
         self.started, self.width, self.lines = clock(), 0, 0
 
     def show(self, done: int, count: int, what: str) -> None:
-        """Show that `done` of `count` parts are done and what comes next."""
+        """Show that `done` of `count` parts are done, and the next part."""
         took = self.clock() - self.started
         if took < QUIET_S:
             return

@@ -1,6 +1,6 @@
 """Timing: programs sampled in turn, robust fits of lines, and how much times spread.
 
-All functions take the clock as an argument, so that tests can plan what is measured.
+All functions take the clock as an argument, so that tests can plan the measured times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sampled(
     """
     repeats = {}
     for name, call in calls.items():
-        call()  # allocates and loads what later calls find
+        call()  # allocates memory and loads code for later calls
         repeats[name] = max(1, int(sample_s / max(_seconds(call, 1, clock), 1e-7)))
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -60,7 +60,8 @@ def spread(seconds: Sequence[float]) -> float:
 class LineFit:
     """A line through (amount, seconds): `fixed_s + slope · amount`.
 
-    residual: median of |measured − line| relative to what was measured. points: (amount, seconds).
+    residual: median of |measured − line| relative to the measured seconds. points: (amount,
+    seconds).
     """
 
     slope: float

@@ -1,4 +1,4 @@
-"""`audit`: the six properties of a function, what uses them, and what limits each line."""
+"""`audit`: the six properties of a function, their uses, and the bottleneck of each line."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError, Usa
 OK, FOUND, UNKNOWN = 0, 1, 2
 EXIT_CODES = "exit codes: 0 ok; 1 a cliff, a difference or a wrong rule; 2 wrong use or unknown"
 
-# What each command does. Its function has its name, in a file of this name; it takes the arguments
-# and returns the exit code.
+# Commands with a description. Each has a file of its name, with a function of its name that takes
+# the arguments and returns the exit code.
 COMMANDS = {
     "demo": "two programs before and after, on this machine",
     "explain": "the rewrites of a function, with reasons",
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(name: str, *, json: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command, with what all commands have."""
+    """Return the parser of a command, with the options of all commands."""
     about = COMMANDS[name]
     parser = CommandParser(
         prog=f"symjax-rewrite {name}",

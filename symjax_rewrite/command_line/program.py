@@ -99,7 +99,7 @@ def bound(fun: Any, given: GivenArguments) -> tuple[Any, list[Any]]:
         UsageError: a result of `sym_optimize` is given arguments by keyword.
     """
     if not callable(fun):
-        return fun, given.args  # the command says what it needs
+        return fun, given.args  # the command raises the error
     if given.kwargs and hasattr(fun, "remake"):
         raise UsageError("an optimised function takes its arguments by position here")
     if given.kwargs:
@@ -138,7 +138,7 @@ def traced(run: Callable[[], Found], options: argparse.Namespace) -> Found:
 
 
 def _to_import(module: str, error: Exception) -> str:
-    """Return what to do about a module that cannot be imported."""
+    """Return the remedy for a module that cannot be imported."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and f"{module}.".startswith(f"{missing}."):
         return f"run this in the folder that holds {missing}, or put that folder on PYTHONPATH"

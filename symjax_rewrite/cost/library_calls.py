@@ -1,6 +1,6 @@
 """The elementwise operations that XLA's library for CPUs takes into a call, as into a reduction.
 
-XLA computes what a call reads by other operations in a loop of its own, and stores it.
+XLA computes other operands of a call in a loop of their own, and stores them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from symjax_rewrite.cost.device_profiles import Device
 
 NEAR = 0.7  # of the predicted time as written: a prediction may be off by so much
 # Margins that compare a whole candidate with the program as written. The others choose among
-# candidates, or what is in one.
+# candidates, or among forms inside a candidate.
 AGAINST_WRITTEN = ("rewrite", "dominating", "fold", "norm", "scan", "tree", "banded")
 
 

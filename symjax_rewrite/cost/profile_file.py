@@ -1,4 +1,4 @@
-"""Device profiles as JSON files, and the choice of a profile by what a user names.
+"""Device profiles as JSON files, and the choice of a profile by its name.
 
     {"format": 1, "kind": "symjax_rewrite device profile", "name": "my server", "base": "cpu-8",
      "made": {...}, "figures": {"launch_s": {"unit": "s", "value": 1.4e-06, "residual": 0.02}}}
@@ -34,8 +34,8 @@ def selected_device(given: object) -> Device:
 
     Args:
         given: a `Device`; the name of a shipped profile; the path of a profile file, as a path
-            object or as text that ends in `.json`; None for what `SYMJAX_DEVICE` names, else the
-            first of `jax.devices()`.
+            object or as text that ends in `.json`; None for the profile that `SYMJAX_DEVICE`
+            names, else that of the first of `jax.devices()`.
 
     Raises:
         UsageError: no profile has the name. ProfileError: the file is missing or not valid.
@@ -58,7 +58,7 @@ def read_profile(path: Path) -> Device:
 
     Raises:
         ProfileError: the file is missing, is no profile, or has a figure that is not valid; the
-            message names the file, the figure and what was expected.
+            message names the file, the figure and the expected value.
     """
     record = _record(path)
     base, name = record["base"], record.get("name", path.stem)

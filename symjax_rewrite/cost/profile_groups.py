@@ -137,7 +137,7 @@ class MemoryFacts:
     """Caches and the allocator."""
 
     step_cache_bytes: float = quantity(
-        "bytes", "what a step reads again that stays in a cache", NO_SCRIPT, 16 << 20
+        "bytes", "operands of a step that stay in a cache until the next step", NO_SCRIPT, 16 << 20
     )
     cached_step: float = quantity("1", "factor of the bandwidth, cached products", NO_SCRIPT, 2.0)
     packed_bytes_per_s: float = quantity(
@@ -374,7 +374,7 @@ class BandedBlocks:
 class ProductLayouts:
     """Matrix products in float32 and float64, by the layouts of their operands.
 
-    Seconds are of both cores, at the lower end of what was measured.
+    Seconds are of both cores, at the lower end of the measured ones.
     """
 
     long_sum: int = quantity(
@@ -428,7 +428,7 @@ class FusionFacts:
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     long_row: int = quantity("elements", "of a row whose sum is stored in no time", ORIENTATION, 64)
     square_repeats: float = quantity(
-        "1", "times that a product with a square result sums again what it is fused with", LAWS, 0.0
+        "1", "times that a product with a square result repeats a sum fused with it", LAWS, 0.0
     )
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
@@ -436,7 +436,7 @@ class FusionFacts:
     def across_seconds(self, rows: float, page_s: float) -> float:
         """Return the seconds of a reduction across short rows in a fusion.
 
-        page_s: of fresh memory for what it reduces.
+        page_s: of fresh memory for its operand.
         """
         return self.row_s * rows + self.across_pages * page_s
 
@@ -456,7 +456,7 @@ class SortFacts:
     """Sorts of which only the ends are read."""
 
     selects: bool = fact("selection in float32 is faster than a sort", False)
-    least_share: float = quantity("1", "a row is so many times what is read of it", JUDGED, 2)
+    least_share: float = quantity("1", "length of a row, per place that is read", JUDGED, 2)
     least_elements: int = quantity("elements", "fewer are sorted in no time", JUDGED, 256)
 
 

@@ -111,8 +111,8 @@ class Facts(NamedTuple):
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
     traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
-    of the library computes. is_group: True if what it reads is computed for it alone in its
-    kernel: for a reduction, or a part. function: name of its function, or "".
+    of the library computes. is_group: True for a reduction or a part
+    whose operands are computed for it alone in its kernel. function: name of its function, or "".
     """
 
     node: Node
@@ -404,11 +404,12 @@ class CostModel:
 
         The third is the seconds of fresh memory. An elementwise kernel needs none where XLA writes
         its result over an operand: an array of its size that the program has computed. A product
-        needs more where it reads a value that would else be inlined, and so does a reduction by the
-        library of what it cannot compute. A reduction takes longer to compute what is inlined.
+        needs more where it reads a value that would else be inlined, and so does a library's
+        reduction of a value that the library cannot compute. Inlined operands make a reduction
+        take longer.
         """
         read: dict[tuple[int, bool], float] = {}
-        called: dict[int, int] = {}  # what calls compute, with what is stored where they cannot
+        called: dict[int, int] = {}  # values of calls; values stored where calls cannot
         stored: set[int] = set()
         inlined = fresh_s = 0.0
         stack = [root]

@@ -2,7 +2,7 @@
 
 A product reads each operand with its batch axes first, and then its free and its summed axes, each
 in one piece and in either order. XLA folds a transposition that only products read into them, and
-computes elementwise functions where they are read: what a copy moves are the arrays in memory.
+computes elementwise functions where they are read, so a copy moves their operands in memory.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Copies:
     layouts: ProductLayouts
 
     def of(self, v: object, aval: Any, order: Sequence[int], is_operand: bool = False) -> float:
-        """Return the seconds to move what a value is computed from in memory; 0 if in order.
+        """Return the seconds to move the arrays that a value is computed from; 0 if in order.
 
         An operand that is read in several ways is moved once.
         """

@@ -211,7 +211,7 @@ def live_classes(
 
 
 def needed(t: TermGraph) -> Needed:
-    """Return the live set of a program's term graph: what outputs and effects depend on."""
+    """Return the live set of a program's term graph: classes that outputs and effects depend on."""
     read, made = list(numbers(t.program.outputs)), []
     for e in t.program.equations:
         if e.eqn.effects:

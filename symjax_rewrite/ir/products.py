@@ -74,7 +74,7 @@ def is_half(dtype: str) -> bool:
 def held_dtype(dtype: str) -> str:
     """Return the dtype in which a kernel holds values of a dtype between two operations.
 
-    float8 stays: what each operation rounds is a large part of its result.
+    float8 stays, because each operation rounds by a large part of its result.
     """
     return "float32" if dtype in HALF else dtype
 

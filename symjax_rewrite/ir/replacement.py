@@ -67,7 +67,7 @@ class ConflictError(Exception):
     """
 
     def __init__(self, parts: list[Part]) -> None:
-        super().__init__("parts of a program wait for each other")
+        super().__init__("parts of a program read each other's values")
         self.parts = parts
 
 

@@ -24,7 +24,7 @@ INDICES = frozenset({"iota", "broadcast_in_dim"})  # written in any order of axe
 class TurnedValue:
     """A transposed value as a function of values that are transposed instead of it.
 
-    order: the permutation of the axes. equations: what is computed in the other order, each after
+    order: the permutation of the axes. equations: computed in the other order, each after
     its operands. products: values that nothing else reads, and XLA transposes at no cost. stored:
     values that are read across their rows.
     """
@@ -137,7 +137,7 @@ def _undoes(e: Equation, order: tuple[int, ...]) -> bool:
 def _of_indices(
     v: int, makers: Mapping[int, Equation], fits: dict[int, bool]
 ) -> dict[int, Equation]:
-    """Return what a mask is computed from, down to indices, vectors and numbers; {} for others.
+    """Return the equations that compute a mask from indices, vectors and numbers; {} for others.
 
     fits: True for masks, by value; values are added.
     """

@@ -63,7 +63,7 @@ class AffineTrees(LoopPass):
         for d, eqn, seconds in zip(found, eqns, prices or [None] * len(found), strict=True):
             what = f"a differentiated tree of {d.prefix.length} steps"
             if prices is None:
-                reason = f"{what}: not all of its loops, and those of other trees, can be kernels"
+                reason = f"{what}: kernels cannot run all loops of it and of the other trees"
                 yield refused(Obstacle.COST(reason), eqn)
             elif seconds is not None and not margins.pays(*seconds, "tree", device):
                 reason = Obstacle.COST(f"{what} is predicted to be no slower than {form}")

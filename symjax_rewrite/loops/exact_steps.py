@@ -6,8 +6,8 @@ follow the field; the exponential of a sum is a product of exponentials; compari
 ranks, of which some are equal. An equation that holds at these points is taken for an identity
 (`prime_field`). The exponential of a variable is a variable of its own, so that an
 identity that holds here holds for all exponentials. An operation that has no such description
-raises `Undecided`, as does a comparison with a number other than zero and the infinities: no random
-point shows what happens beyond it.
+raises `Undecided`, as does a comparison with a number other than zero and the infinities: random
+points need not lie on both sides of the number.
 
 Axes longer than one have two entries here: broadcasts, sums and products along axes are the same
 for every length.

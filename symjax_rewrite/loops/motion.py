@@ -1,8 +1,8 @@
 """Work that leaves a loop: run once, before all steps or after all steps, and its price.
 
-`hoisting` decides what leaves. A carry that only accumulates products of every step, such as the
-gradient of a weight, is one product with the steps among its summed indices. The accumulator is
-then not read and written step by step.
+`hoisting` decides which operations leave. A carry that only accumulates products of every step,
+such as the gradient of a weight, is one product with the steps among its summed indices. The
+accumulator is then not read and written step by step.
 """
 
 from __future__ import annotations

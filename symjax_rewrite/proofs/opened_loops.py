@@ -113,7 +113,7 @@ def _line(counted: np.ndarray) -> tuple[int, int] | None:
 
 
 def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
-    """Insert a step before the equation of a loop, and what relates its axes behind it."""
+    """Insert a step before the equation of a loop, and the relation of its axes behind it."""
     e = program.equations[place]
     step = program.new_value(jax_internals.array_aval((), "int32"))
     carries = [program.new_value(loop.body.avals[c.inner]) for c in loop.carries]

@@ -270,7 +270,7 @@ def taken(
     """Return a polynomial at values of some indices, which are integers in their ranges.
 
     A function of inputs is the function of the inputs at these values. With a key, values may be
-    out of range, where the key tells what is read.
+    out of range, where the key selects the values.
     """
     if key is None:
         found = [as_index(a, q) for q in places]

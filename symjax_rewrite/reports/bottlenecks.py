@@ -51,7 +51,7 @@ class KernelTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """A source line: its modelled seconds, its share of the program, and what limits it.
+    """A source line: its modelled seconds, its share of the program, and its limit.
 
     limit: `compute`, `memory` or `launches`: the limit of the kernels that take most of its time.
     """
@@ -77,7 +77,7 @@ def bottlenecks(times: Iterable[KernelTime]) -> list[Bottleneck]:
 
 
 def kernel_times(terms: ProgramTerms, device: Device, sample: Sample) -> Iterator[KernelTime]:
-    """Yield the kernels of a program as the model has them; what has no price is left out."""
+    """Yield the kernels of a program as the model has them, without unpriced equations."""
     t, choice, model, roots = terms.t, terms.choice, terms.model(device, sample), terms.roots()
     if not t.program.equations:
         return

@@ -56,7 +56,7 @@ class Advice:
 
 
 def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool] | None) -> Advice:
-    """Return what is undecided in a crossover, and facts that decide it.
+    """Return the resources that a crossover leaves undecided, and facts that decide them.
 
     found: the costs of both forms. given: the facts that the user has passed. takes: does the
     optimiser take another form under these facts, beside those given? None if it has chosen for

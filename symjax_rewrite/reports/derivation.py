@@ -96,7 +96,7 @@ def _forms(part: object) -> Iterator[tuple[RegionForm, list[int]]]:
 class _LeafNames:
     """The names of a region's classes that a derivation does not open, by the program's values.
 
-    These are the leaves, and what is computed as written and has a name in the program.
+    These are the leaves, and values that are computed as written and have a name in the program.
     """
 
     def __init__(self, part: TermPart, form: RegionForm, names: Mapping[int, str]) -> None:

@@ -40,7 +40,7 @@ class Details:
 
     @functools.cached_property
     def crossovers(self) -> list[Advice]:
-        """Return what is undecided for symbolic sizes, with facts that decide it."""
+        """Return the choices that symbolic sizes leave undecided, with facts that decide them."""
         given = self.optimiser.options.assume
         takes = None if self.result.near else self._takes
         found = [advise(c, given, takes) for c in self.result.crossovers]

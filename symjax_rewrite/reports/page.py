@@ -99,7 +99,7 @@ def _cost_row(report: Record, field: str, cells: tuple[str, str, str, str]) -> H
     return row(cells, kinds=("", whole, whole, f"num{kind}"))
 
 
-# ---------------------------------------------------------------- what was done
+# ---------------------------------------------------------------- changes
 
 
 def _done(report: Record) -> Iterator[Html]:

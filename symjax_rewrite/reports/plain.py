@@ -2,9 +2,10 @@
 
 The schema is stable: `version` grows when a field changes its meaning or goes; new fields do not
 change it. Seconds are in seconds, sizes in bytes; symbolic sizes and jaxprs are text; null is "no
-price". `changes` holds what was taken, with `steps` of its derivation; `routes` every candidate
-with its reason, of a refusal its `obstacle`, its `remedy`, what the user could change, and the
-`steps` that derive the refused form; `lines` the predicted seconds of each source line as written.
+price". `changes` holds the candidates taken, with `steps` of the derivation; `routes` every
+candidate with its reason, of a refusal its `obstacle`, its `remedy` (a change that the user can
+make) and the `steps` that derive the refused form; `lines` the predicted seconds of each source
+line as written.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ REMEDIES: dict[Obstacle, str] = {
 
 
 def remedy(use: RouteUse) -> str:
-    """Return what the user could change so that a refused candidate is taken; empty if nothing.
+    """Return a change by the user that gets a refused candidate taken; empty if there is none.
 
     Example:
         >>> cancels = Obstacle.CANCELLATION("terms of unknown sign may cancel")

@@ -1,4 +1,4 @@
-"""The user's source lines, with their share of the predicted time and what happened to each."""
+"""The user's source lines, with their share of the predicted time and their changes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _shares(report: Record) -> dict[tuple[str, int], float]:
 
 
 def _notes(report: Record) -> dict[tuple[str, int], list[Note]]:
-    """Return what was taken and refused, by file and line."""
+    """Return the candidates taken and refused, by file and line."""
     out: dict[tuple[str, int], list[Note]] = defaultdict(list)
     found = [
         (places, Note("taken", title(c) + gain_there(gain))) for c, places, gain in grouped(report)

@@ -202,7 +202,7 @@ def _is_opaque(e: Equation) -> bool:
 def body_lines(
     closed: ClosedJaxpr, eqn: JaxprEqn, labels: Mapping[int, str], depth: int
 ) -> Iterator[Statement]:
-    """Yield the statements of a body of an equation; what a loop carries is named `h′`."""
+    """Yield the statements of a body of an equation; the next value of a carry h is `h′`."""
     program = flatten(closed)
     if not program.equations:
         return

@@ -1,4 +1,4 @@
-"""A report as text: what was gained first, then the prices, then what was done and not done."""
+"""A report as text: first the gain, then the prices, then the candidates taken and refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_text(report: Record) -> str:
 
 
 def headline(report: Record) -> str:
-    """Return what was gained, in one line."""
+    """Return the gain, in one line."""
     before, after = report.before, report.after
     where = f"{report.function} on {report.device}"
     if not report.changed:
@@ -129,7 +129,8 @@ def grouped(report: Record) -> list[tuple[Change, dict[str, int], float | None]]
     """Return equal changes once, with the number of their places by line and the least gain.
 
     A change that stands alone is the gain of the whole program. Its own gain is left out unless it
-    is larger: a pass compares less than the report counts, such as what was fused into a loop.
+    is larger: a pass may leave out operations that the report counts, such as those fused into a
+    loop.
     """
     out: dict[tuple, tuple[Change, dict[str, int], list[float]]] = {}
     for c in report.changes:
@@ -166,7 +167,7 @@ def _places(places: Mapping[str, int]) -> Iterator[str]:
 
 
 def _open(report: Record) -> Iterator[str]:
-    """Yield what symbolic sizes leave undecided, and the facts that decide it."""
+    """Yield the choices that symbolic sizes leave undecided, and the facts that decide them."""
     for advice in report.details.crossovers:
         yield f"crossover: {advice}"
         yield from (f"    undecided: {inequality}" for inequality in advice.undecided)
@@ -188,11 +189,11 @@ def _refused(report: Record) -> Iterator[str]:
 
 
 def considered(report: Record) -> list[RouteUse]:
-    """Return what was refused, the highest predicted gain first.
+    """Return the refusals, the highest predicted gain first.
 
     Refusals that differ by their predicted gain alone are one, with the range of the gains. Left
-    out are conflicts with what was done at all their lines, parts that were not searched, and what
-    `short_lines` counts.
+    out are conflicts where all lines were changed, parts that were not searched, and the lines
+    that `short_lines` counts.
     """
     return [use for use in _refusals(report) if not _is_short(report, use)]
 
@@ -222,7 +223,7 @@ def _refusals(report: Record) -> list[RouteUse]:
 
 
 def is_superseded(use: RouteUse, changes: list[Change]) -> bool:
-    """Return True for a conflict with what was done at all lines of a refusal."""
+    """Return True for a conflict where all lines of the refusal were changed."""
     rewritten = {where for c in changes for where in c.places}
     return obstacle_of(use.reason) is Obstacle.CONFLICT and rewritten.issuperset(use.places)
 
@@ -258,7 +259,7 @@ def _search(report: Record) -> Iterator[str]:
 
 
 def measurements(report: Record) -> list[str]:
-    """Return what `tune=True` has measured, for a reader."""
+    """Return the measurements of `tune=True`, for a reader."""
     return [f"{r.name}: {r.reason}" for r in report.routes if r.taken and r.name == "tune"]
 
 

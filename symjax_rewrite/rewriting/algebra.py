@@ -58,7 +58,7 @@ class Algebra:
 def giving_way_to_rules(
     found: Sequence[Found], program: Program, context: Context
 ) -> Iterator[Found]:
-    """Yield what a pass found, but refusals of candidates where the rules save as much as they do.
+    """Yield candidates and refusals of a pass; refuse candidates where the rules save as much.
 
     The savings of the rules in a region are compared with the sum of its candidates' savings. The
     rules run later.

@@ -42,8 +42,8 @@ class ExtremumPlaces(EquationForms):
         is_strided = device.columns is not None and row_bytes > device.columns.row_bytes
         if is_strided or not holds("float32", 0, 2 * shape[axes[0]]):
             return None
-        # What XLA computes in the loop of the search would be written, and read twice. The
-        # places are written too: in fresh memory that takes as long as XLA's search.
+        # An operand that XLA computes in the loop of the search would be written, and read twice.
+        # The places are written too: in fresh memory that takes as long as XLA's search.
         if device.page_seconds(bytes_wide) or unstored() != 0:
             return None
         before_s, after_s = _seconds(e, device)

@@ -59,7 +59,7 @@ class LeafTag(NamedTuple):
 
     frozen: it depends on frozen arguments alone. storage: the dtype that it is stored in. computed:
     an equation of the program computes it. inlined: the operations for each element where XLA may
-    compute it inside what reads it, else 0. alone: one term reads it.
+    compute it in the kernel of its readers, else 0. alone: one term reads it.
     """
 
     frozen: bool

@@ -219,7 +219,7 @@ class _OwnGraph:
             model.fused = set(self._classes(self.region.fused))
 
     def saturate(self) -> str:
-        """Apply the rules at every sample; return what stopped them."""
+        """Apply the rules at every sample; return the reason why they stopped."""
         rules, budget = self.context.rules, self.context.options.budget
         patterns = tuple(map(compile_lemma, rules.lemmas))
         stops = {saturate(x, rules.axioms, patterns, budget) for x in self.contexts}

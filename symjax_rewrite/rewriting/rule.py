@@ -60,7 +60,7 @@ PASSES = {
     POWERS: "a power of quarters is a product of square roots",
     SCANS: "cumulative operations down long rows are a loop over the rows",
     STORED: "a value is stored where fused code would be slow",
-    INVARIANT: "what is the same in every step is computed once, before the loop",
+    INVARIANT: "loop-invariant operations run once, before the loop",
     BATCHING: "products of all steps are one product, before or after the loop",
     FUSION: "the loop and operations around it are one loop",
     PARTS: "a product that a step reads in parts is a product for each part",

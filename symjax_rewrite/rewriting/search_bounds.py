@@ -85,7 +85,7 @@ def _least_traffic(g: EGraph, region: Region, made: set[int], model: CostModel) 
 
 
 def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
-    """Return the classes of a region, or of a large one those nearest to what could save most.
+    """Return the classes of a region; of a large region those nearest to the largest savings.
 
     Seconds are those of `savings_bound`, class by class. From the classes that have nearly all of
     them the region grows by operands and readers.

@@ -1,7 +1,7 @@
 """The automatic test of a route: its kernel must compute its pattern where its condition holds.
 
-Both run through JAX, since a kernel may be a Pallas call. The tolerance is that of `verify=`: what
-the dtypes and the lengths of the sums of the pattern explain.
+Both run through JAX, since a kernel may be a Pallas call. The tolerance is that of `verify=`:
+the rounding of the dtypes and of the lengths of the sums of the pattern.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_route(route: PatternRoute, examples: Sequence[Sequence[Any]] = ()) -> 
     """Compare a route's kernel with its pattern; return the number of tables of sizes compared.
 
     Args:
-        route: what `route` returns.
+        route: a result of `route`.
         examples: arguments, as `jax.ShapeDtypeStruct`s, to try besides those of `SIZES`.
 
     Raises:

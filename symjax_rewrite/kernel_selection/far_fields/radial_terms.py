@@ -172,14 +172,14 @@ class _TileReader:
     def finish(self, sums: tuple[tuple[tuple[Polynomial, ...], ...], ...]) -> FarForm:
         dims = frozenset(range(len(self.points)))
         if self.radius is None:
-            raise NoFarFieldError("no distance of points")
+            raise NoFarFieldError("the term reads no distance of points")
         if not all(p for output in sums for term in output for p in term):
-            raise NoFarFieldError("a term that is zero between points apart")
+            raise NoFarFieldError("the term is zero between distinct points")
         if self.radius != dims or len(dims) > 3:
-            raise NoFarFieldError("differences that the distance does not have")
+            raise NoFarFieldError("the term reads coordinates that the distance does not")
         same = all(self._place(a, ROW) == self._place(b, COLUMN) for a, b in self.points)
         if self.diagonal and not same:
-            raise NoFarFieldError("a mask of the diagonal between different points")
+            raise NoFarFieldError("the diagonal is masked, and rows and columns are other points")
         return FarForm(tuple(self.points), sums, self.above, same)
 
     def _place(self, source: Vector, axis: str) -> tuple:

@@ -26,7 +26,7 @@ def in_equal_groups(t: TermGraph, need: Needed, found: Iterable[Cluster]) -> lis
 def _key(t: TermGraph, need: Needed, cluster: Cluster) -> Hashable:
     """Return the content of a cluster and of the row algebra that reads it.
 
-    Its inputs count by size and dtype, but masks and numbers by what they are.
+    Its inputs count by size and dtype, masks and numbers by their values.
     """
     g, reduced = t.graph, sorted([m.reduction.cls for m in cluster.members])
     through = {c for m in cluster.members for c in m.reduction.through}

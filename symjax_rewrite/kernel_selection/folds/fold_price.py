@@ -243,10 +243,10 @@ def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
 
 
 def _across_seconds(t: TermGraph, cls: int, node: Node, fused: set[int], device: Device) -> float:
-    """Return the seconds of a sum across the short rows of what it reads, beside its arithmetic.
+    """Return the seconds of a sum across short rows of its operand, beside its arithmetic.
 
-    XLA's library multiplies and sums at once, row by row, out of copies of the factors; or what the
-    sum reads is stored (`rewriting.fusion_limits`). What several sums read is stored.
+    XLA's library multiplies and sums at once, row by row, out of copies of the factors; or the
+    operand is stored (`rewriting.fusion_limits`). An operand of several sums is stored.
     """
     facts, wide = device.fusions, max(node.args, key=lambda a: len(a.axes), default=None)
     if facts is None or wide is None or not node.bound:

@@ -93,8 +93,8 @@ class Pair:
     index. inside: row values that tiles compute themselves. tables: tiles may look values up in
     tables. chosen: where tiles are read at some columns of each row alone, a class that is zero at
     other columns, and its value there: a reference over its slots, and over names that number the
-    columns. cancels: sums may lose digits, as numerics="cancels" permits. least_reads: what
-    `least_read` returns, for the terms along every two indices.
+    columns. cancels: sums may lose digits, as numerics="cancels" permits. least_reads: results of
+    `least_read`, for the terms along every two indices.
     """
 
     t: TermGraph

@@ -365,7 +365,7 @@ def _eliminated(pair: Pair, addend: Addend) -> Addend:
 
     In half precision the sum by weights is of rounded factors, and other readers may round the
     product. Both sides of p·(dp - Σ p·dp) would then round apart, and its sum along a row, which is
-    zero, would be multiplied by what all keys have in common. Only where digits may be lost so, as
+    zero, would be multiplied by the mean of the keys. Only where digits may be lost so, as
     FlashAttention does with the rounded result (Dao 2023), are these products replaced too.
     """
     classes = pair.g.classes

@@ -206,7 +206,7 @@ class _FoldSelection:
         except UsageError as error:
             return f"not a fold: {error.what}"
         if not folds:
-            return "of each row only a chosen column is read"
+            return "only one chosen column of each row is read"
         if self.device.runs_on_gpu and not draft.choices:
             gradient = with_gradient(t, need, folds, self.scope.cancels)
             draft.cluster.declined = gradient if isinstance(gradient, str) else ""

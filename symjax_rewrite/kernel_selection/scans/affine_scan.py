@@ -240,12 +240,12 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
-        return None, Obstacle.COST("its states are small, or are results themselves")
+        return None, Obstacle.COST("its states are small, or the program returns them")
     return builder.kernel(spec, "xla", differentiable_scan), "states are recomputed"
 
 
 def is_equated(loop: Loop, state: int) -> bool:
-    """Return True if a step tests for equality what depends on a state.
+    """Return True if a step tests a value that depends on a state for equality.
 
     The gradient of an extremum tests its operands for a tie, and which is greater: this decides no
     more than the latter does.
@@ -303,7 +303,7 @@ class _ScanBuilder:
         start, out = self.t.view(carry.inner), self.t.view(carry.out)
         sizes = self.t.sizes[carry.inner]
         if self.t.sizes[carry.out] != sizes or sorted(start.axes) != list(range(len(sizes))):
-            raise NotAScanError("states have an axis that is spread")
+            raise NotAScanError("an axis of the states is a broadcast, or two axes are one")
         numbers = map(self.t.jax_size, sizes)
         self.carry = start.cls
         self.indices = start.axes
@@ -451,7 +451,7 @@ class _ScanBuilder:
             tops = [a.over(axes) for a in node.args]
         place = self._place(tops, out)
         if not place.keys() >= set(range(width + len(bound))):
-            raise NotAScanError("a result, or what it sums, is the same along an axis")
+            raise NotAScanError("a result, or a summed operand, is constant along an axis")
         placed = [a.over(place) for a in tops]
         program = self._steps(placed, out).product(dtype).reading()
         factor = self._factor(self._factors(placed, out), out) if bound else None

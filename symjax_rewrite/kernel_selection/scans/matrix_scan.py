@@ -48,7 +48,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 @dataclass(slots=True)
 class MatrixKernel:
-    """Carry that is a matrix. reads: its factors, as body values. makes: what its queries read."""
+    """Carry that is a matrix. reads: its factors, as body values. makes: values of its queries."""
 
     t: TermGraph
     state: MatrixState

@@ -136,7 +136,7 @@ class StateReader:
         width = len(sizes)
         spread = any(sorted(r.axes) != list(range(width)) for r in (self.state, self.out))
         if t.sizes[carry.out] != sizes or spread:
-            raise NotAMatrixError("states have an axis that is spread")
+            raise NotAMatrixError("an axis of the states is a broadcast, or two axes are one")
         if not all(isinstance(s, int) and s > 0 for s in sizes):
             raise NotAMatrixError("a size of the state is empty or a name")
         self.moving[self.state.cls] = True
@@ -147,7 +147,7 @@ class StateReader:
             raise NotAMatrixError("its states are not read")
         over = {q.over for q in queries}
         if len(over) > 1:
-            raise NotAMatrixError("its states are summed over other axes each time")
+            raise NotAMatrixError("its results sum the states over different axes")
         return self._arranged(tuple(map(int, sizes)), terms, queries)  # pyright: ignore[reportArgumentType]
 
     def depends(self, cls: int) -> bool:
@@ -235,7 +235,7 @@ class StateReader:
                 found.append(query)
                 continue
             if v not in makers or view.cls == self.out.cls:
-                raise NotAMatrixError("states are read whole")
+                raise NotAMatrixError("a result reads the states without summing them")
             stack += makers[v].reads
         return found
 
@@ -281,9 +281,9 @@ class StateReader:
         taken |= {i for f in decay.factors for i in f.axes}
         values = tuple(i for i in range(width) if i not in taken and i not in keys)
         if not values:
-            raise NotAMatrixError("what is added is no outer product")
+            raise NotAMatrixError("the term added in a step is no outer product")
         if any(len(set(f.axes)) != len(f.axes) for f in everything):
-            raise NotAMatrixError("a diagonal is read")
+            raise NotAMatrixError("a step reads a diagonal")
         inner = set(keys)
         return MatrixState(
             carry=self.carry,

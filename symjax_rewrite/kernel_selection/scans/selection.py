@@ -87,7 +87,7 @@ def _in_parts(
         if refused.isdisjoint(scans):
             if device.runs_on_gpu and kernels in ("auto", "always", "triton"):
                 route = with_totals(route)
-            apart = f"carries run apart: {'; '.join(dict.fromkeys(reasons))}"
+            apart = f"its carries run in separate loops: {'; '.join(dict.fromkeys(reasons))}"
             return route, f"{describe(loop, groups)}; {apart}"
         scans = {carries: None for carries in scans if carries not in refused}
     return None, why

@@ -165,9 +165,9 @@ def refusals() -> dict[str, FoldSpec]:
         "fewer than 64 columns": attention(keys=63),
         "more than 256 features": attention(width=512, value_width=16),
         "sums of more than 256": attention(value_width=512),
-        "TMA copies no": attention(queries=192, keys=192, bias=("h", "n", "m")),
-        "no such operand": attention(queries=192, keys=200, bias=("h", "m", "n")),
-        "outputs but sums": replace(raw, outputs=(Extremum("max"),)),
+        "TMA cannot copy": attention(queries=192, keys=192, bias=("h", "n", "m")),
+        "an operand over pairs": attention(queries=192, keys=200, bias=("h", "m", "n")),
+        "outputs other than sums": replace(raw, outputs=(Extremum("max"),)),
         "in f32": replace(attention(dtype="float16"), outputs=(ExpSums((WeightedTerm(2),)),),
                           epilogue=None),
     }  # fmt: skip
