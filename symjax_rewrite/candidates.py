@@ -222,8 +222,8 @@ class Context:
     _light: tuple[Program, bool] | None = field(default=None)
 
     def has(self, name: str) -> bool:
-        """Return True if the pack permits a named transformation that is no rule."""
-        return name in self.rules.passes
+        """Return True if the pack permits a pass, or another transformation that is no rule."""
+        return name not in self.rules.without
 
     def runs(self, name: str) -> bool:
         """Return True if the pack and the plan, if one is replayed, permit a transformation."""

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import RulePack, bisect, packs, sym_optimize
+from symjax_rewrite import RulePack, bisect, optimizer, packs, sym_optimize
 from symjax_rewrite.candidates import Candidate, Context, Refusal, Replacement
 from symjax_rewrite.errors import PassError, RuleError
 from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.rewriting.equation_forms import EquationForms
 
 X = jnp.linspace(-2.0, 2.0, 12, dtype=jnp.float32).reshape(3, 4)
 
@@ -304,3 +305,20 @@ def test_repr_has_a_line_per_rule_and_pass() -> None:
 
 def test_repr_of_an_empty_pack() -> None:
     assert repr(RulePack("none", ())) == "RulePack 'none': 0 rules"
+
+
+class SignByComparisons(EquationForms):
+    """sign(x) → the sign by comparisons, at an assumed gain."""
+
+    rule, margin = ("sign_by_comparisons", "redundancy"), "dominating"
+    primitives, dtypes = frozenset({"sign"}), ("float32",)
+
+    def form(self, e: Any, context: Context, unstored: Any) -> tuple[Any, tuple[float, float]]:
+        return lambda x: (x > 0).astype(x.dtype) - (x < 0), (2.0, 1.0)
+
+
+def test_pass_of_the_list_needs_no_other_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "PASSES", (SignByComparisons(), *optimizer.PASSES))
+    x = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
+    report = sym_optimize(jnp.sign).explain(x)
+    assert [r.name for r in report.rules] == ["sign_by_comparisons"]

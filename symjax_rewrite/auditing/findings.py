@@ -28,11 +28,11 @@ from symjax_rewrite.rewriting.rule import (
     ASSOCIATIVITY,
     DISTRIBUTIVITY,
     LOCALITY,
-    PASSES,
     REDUNDANCY,
     SEPARABILITY,
     SPARSITY,
     SYMMETRY,
+    TRANSFORMATIONS,
     RulePack,
 )
 
@@ -173,7 +173,7 @@ def _taken(decision: Decision) -> Iterator[_Use]:
         of_kernel = *_kernel_properties(c.name, pack), *_declared(c)
         properties = tuple(dict.fromkeys((*of_kernel, *known)))
         laws = [law_of(r) for r in pack.rules if r.name in names]
-        laws += [PASSES[n] for n in names if n in PASSES]
+        laws += [TRANSFORMATIONS[n] for n in names if n in TRANSFORMATIONS]
         reason = c.reason if route else ", ".join(filter(None, laws))
         name = c.name if route and c.name not in NO_PART else ", ".join(names)
         yield _Use(name, c.where, properties, _lines(c), True, reason, c.ratio, saved)

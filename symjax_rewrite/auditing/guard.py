@@ -12,7 +12,7 @@ from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import law_of
 from symjax_rewrite.reports.places import short_place
 from symjax_rewrite.reports.report import Report
-from symjax_rewrite.rewriting.rule import PASSES
+from symjax_rewrite.rewriting.rule import TRANSFORMATIONS
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import ratio_of
 
@@ -157,7 +157,7 @@ def _too_large(t: TracedFunction, found: Intermediate, most: float, best: Report
 
 def _forms(best: Decision, report: Report) -> list[tuple[str, str]]:
     """Return the rules and kernels of a report as text, with lines, the largest gain first."""
-    laws = {**PASSES, **{r.name: law_of(r) for r in best.optimiser.rules.rules}}
+    laws = {**TRANSFORMATIONS, **{r.name: law_of(r) for r in best.optimiser.rules.rules}}
     gains: dict[str, float] = {}
     for c in best.proposed:
         gains[c.where] = max(gains.get(c.where, 0.0), c.saved_s)

@@ -192,7 +192,7 @@ class _Units:
 
 
 class _Rebuilt:
-    """The writer of units as equations of a new program; values keep their numbers if possible."""
+    """The writer of units as equations of a new program; results of opened parts are renamed."""
 
     def __init__(self, program: Program, staged: Staged) -> None:
         self.old, self.staged = program, staged

@@ -46,8 +46,8 @@ def find_motion(
     """Find the equations that may leave a normalised loop and whose move saves time.
 
     reorders: True if sums may be rounded in another order (a library may round the products of all
-    steps differently). passes: those permitted, of `rule.PASSES`. leaves: values that leave
-    regardless of the time saved (`product_splitting`).
+    steps differently). passes: those permitted, of `rule.TRANSFORMATIONS`. leaves: values that
+    leave regardless of the time saved (`product_splitting`).
     """
     plan = _Plan(loop, device, set(leaves))
     if INVARIANT in passes:

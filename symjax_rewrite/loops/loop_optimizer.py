@@ -134,9 +134,9 @@ def before_derivatives(
 class LoopSearch:
     """The search for cheaper forms of the loops of one program.
 
-    passes: those permitted, of `rule.PASSES`. reorders: True if sums may be rounded in another
-    order. optimise: returns the optimised form of a body, or None if the body stays. route: returns
-    a kernel for a loop or None, and the reason.
+    passes: those permitted, of `rule.TRANSFORMATIONS`. reorders: True if sums may be rounded in
+    another order. optimise: returns the optimised form of a body, or None if the body stays. route:
+    returns a kernel for a loop or None, and the reason.
     """
 
     def __init__(

@@ -50,8 +50,9 @@ FUSION = "loop_fusion"
 PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
-# Passes besides rules, and their effects. Every pack includes them but those excluded by name.
-PASSES = {
+# What packs permit besides rules, and its effect; `pack - name` leaves one out. A name is that of a
+# pass, or of one of the changes that the passes of loops make.
+TRANSFORMATIONS = {
     COMMON: "a product that is written twice is computed once",
     REPEATED: "a product is computed once for all copies of an operand",
     ORIENTATION: "a product reads its operands along their rows",
@@ -385,7 +386,7 @@ def _check_rule_names(rules: tuple[Axiom | Lemma, ...]) -> None:
 
 def _check_pass_names(rules: tuple[Axiom | Lemma, ...], added: tuple[Pass, ...]) -> None:
     """Raise `RuleError` if a pass has the name of a rule or of another pass."""
-    taken = {*PASSES, *(r.name for r in rules)}
+    taken = {*TRANSFORMATIONS, *(r.name for r in rules)}
     for each in added:
         if each.name in taken:
             what = "a rule or another pass has the name of this pass"
@@ -413,9 +414,9 @@ class RulePack:
 
     `rules` are axioms and lemmas. `added` are passes: objects with `name` and `candidates(program,
     context)` (see `candidates.Pass` and `candidates.Replacement`). They run before the optimiser's
-    own passes and may be given among the rules. `without` are the `PASSES` that were removed from
-    the pack. Every other pass of `PASSES` belongs to the pack, even if the pack has no rules.
-    Adding another pack does not restore a removed pass.
+    own passes and may be given among the rules. `without` are the `TRANSFORMATIONS` that were
+    removed from the pack. Every other one belongs to the pack, even if the pack has no rules.
+    Adding another pack does not restore a removed one.
 
     Raises:
         RuleError: an element is neither a rule nor a pass, or two elements have one name.
@@ -465,7 +466,7 @@ class RulePack:
         if not isinstance(other, RulePack):
             remedy = "packs.lora names a pack; RulePack('mine', (rule,)) makes one of rules"
             raise RuleError("packs are added to packs", got=repr(other), remedy=remedy)
-        without = tuple(p for p in PASSES if p in (*self.without, *other.without))
+        without = tuple(p for p in TRANSFORMATIONS if p in (*self.without, *other.without))
         rules, added = _union(self.rules, other.rules), _union(self.added, other.added)
         _check_pass_names(rules, added)
         return self._changed(f"{self.name}+{other.name}", rules, without, added)
@@ -474,12 +475,12 @@ class RulePack:
         if not isinstance(names, Iterable):
             return NotImplemented
         gone = {names} if isinstance(names, str) else set(names)
-        known = {*PASSES, *(r.name for r in self.rules), *(p.name for p in self.added)}
+        known = {*TRANSFORMATIONS, *(r.name for r in self.rules), *(p.name for p in self.added)}
         if unknown := gone - known:
             fields = choice(min(unknown), sorted(known))
             fields.setdefault("remedy", "kernels are no rules: kernels='off' takes none")
             raise RuleError("no such rule in this pack", **fields)
-        without = tuple(p for p in PASSES if p in gone or p in self.without)
+        without = tuple(p for p in TRANSFORMATIONS if p in gone or p in self.without)
         rules = tuple(r for r in self.rules if r.name not in gone)
         added = tuple(p for p in self.added if p.name not in gone)
         return self._changed(self.name, rules, without, added)
@@ -493,8 +494,11 @@ class RulePack:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Return the names of the passes of the pack besides rules."""
-        return (*(p for p in PASSES if p not in self.without), *(p.name for p in self.added))
+        """Return the names of the transformations and added passes of the pack."""
+        return (
+            *(p for p in TRANSFORMATIONS if p not in self.without),
+            *(p.name for p in self.added),
+        )
 
     @property
     def axioms(self) -> tuple[Axiom, ...]:
