@@ -61,7 +61,7 @@ def test_form_of_a_loop_names_its_rewrite(monkeypatch: pytest.MonkeyPatch) -> No
     def recurrent(w: Any, u: Any, xs: Any) -> Any:
         return jax.lax.scan(lambda h, x: (jnp.tanh(h @ (w @ u) + x), None), xs[0], xs)[0]
 
-    with pytest.raises(errors.CliffError, match="is computed once, before the loop"):
+    with pytest.raises(errors.CliffError, match="run once, before the loop"):
         guard(recurrent, spec(128, 128), spec(128, 128), spec(64, 128), device="cpu")
 
 
