@@ -53,6 +53,8 @@ LAYERS = {
     "command_line": ("command_line",),
     "door": ("__main__", "__init__", "pytest_plugin"),
 }
+# Layers inside a folder, lowest first; modules that lie beside these folders are above them.
+INSIDE = {"proofs": ("proofs.algebra", "proofs.reading")}
 _ORDER = list(LAYERS)
 MAY_IMPORT = {layer: {*_ORDER[: _ORDER.index(layer) + 1]} for layer in _ORDER}
 # A kernel fits the device: it reads its profile, which imports nothing but errors.
@@ -175,6 +177,20 @@ def test_every_module_has_a_layer() -> None:
 def test_imports_only_go_down() -> None:
     placed = [m for m in MODULES if layer_of(m) is not None]
     assert [line for m in placed for line in upward_imports(m, parse(MODULES[m]))] == []
+
+
+def test_imports_inside_a_folder_only_go_down() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for whole, parts in INSIDE.items()
+        for number, part in enumerate(parts)
+        for module, path in MODULES.items()
+        if module.startswith(f"{PACKAGE}.{part}")
+        for _, name in imported_modules(module, parse(path))
+        if name.startswith(f"{PACKAGE}.{whole}")
+        and not name.startswith(tuple(f"{PACKAGE}.{p}" for p in parts[: number + 1]))
+    ]
+    assert wrong == []
 
 
 def test_every_name_of_the_table_is_a_module() -> None:

@@ -20,8 +20,8 @@ from symjax_rewrite.proofs.evaluation import (
     relative_difference,
     sampled,
 )
-from symjax_rewrite.proofs.normal_forms import NormalForms, Output
 from symjax_rewrite.proofs.problems import Problem, concrete
+from symjax_rewrite.proofs.reading.normal_forms import NormalForms, Output
 from symjax_rewrite.proofs.samples import size_choices
 from symjax_rewrite.testing.numpy_evaluator import evaluate
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite.ir.sizes import value
-from symjax_rewrite.proofs.arithmetic import Calculus, Law
-from symjax_rewrite.proofs.forms import Atom, Form, Index, Poly, names_of
-from symjax_rewrite.proofs.functions import EVEN, ODD
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, Law
+from symjax_rewrite.proofs.algebra.forms import Atom, Form, Index, Poly, names_of
+from symjax_rewrite.proofs.algebra.functions import EVEN, ODD
 
 MOST_ELEMENTS = 1 << 21  # of an array over indices
 POINTS = 5  # values tried of each index of a law

@@ -8,9 +8,9 @@ from fractions import Fraction
 from itertools import count
 from typing import Any
 
-from symjax_rewrite.proofs.arithmetic import Calculus, Operation
-from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly, names_of
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.algebra.forms import Atom, Index, Mono, Number, Poly, names_of
+from symjax_rewrite.proofs.reading.conditions import Condition
 
 LETTERS = "ijklmnopqrstuvwabcdefgh"
 MOST_CHARACTERS = 2_000

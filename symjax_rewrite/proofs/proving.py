@@ -16,13 +16,13 @@ import jax
 from symjax_rewrite.errors import UsageError, choice
 from symjax_rewrite.ir.sizes import consistent
 from symjax_rewrite.options import Budget
-from symjax_rewrite.proofs.arithmetic import Calculus, OutOfBudgetError
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, OutOfBudgetError
+from symjax_rewrite.proofs.algebra.forms import Poly
+from symjax_rewrite.proofs.algebra.laws import LAWS
 from symjax_rewrite.proofs.checks import Checked
-from symjax_rewrite.proofs.forms import Poly
-from symjax_rewrite.proofs.laws import LAWS
-from symjax_rewrite.proofs.normal_forms import Mode, NormalForms, equal, normal_forms
 from symjax_rewrite.proofs.notation import Notation
 from symjax_rewrite.proofs.problems import Problem, is_wide, scope_of, specs_of
+from symjax_rewrite.proofs.reading.normal_forms import Mode, NormalForms, equal, normal_forms
 from symjax_rewrite.proofs.samples import Sampled, sample
 from symjax_rewrite.proofs.verdicts import MODULO, Different, Proof, ProofStep, Unknown
 

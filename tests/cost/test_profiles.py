@@ -134,9 +134,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "MEMORY": "a promise: what a gradient keeps against plain reverse mode"
     },
     "loops.sunk_operands": {"MAX_DEPTH": SEARCH, "LEAST_RATIO": SEARCH},
-    "proofs.arithmetic": dict.fromkeys(("MOST_CASES", "MOST_POWER", "MOST_TERMS"), SEARCH),
-    "proofs.power_sums": {"MOST_POWER": SEARCH},
-    "proofs.trigonometry": {"MOST_ANGLES": SEARCH, "MOST_MULTIPLE": SEARCH},
+    "proofs.algebra.arithmetic": dict.fromkeys(("MOST_CASES", "MOST_POWER", "MOST_TERMS"), SEARCH),
+    "proofs.algebra.power_sums": {"MOST_POWER": SEARCH},
+    "proofs.algebra.trigonometry": {"MOST_ANGLES": SEARCH, "MOST_MULTIPLE": SEARCH},
     "proofs.checks": {"MOST_INPUTS": SEARCH, "READING_TOLERANCE": NUMERICS},
     "proofs.evaluation": {
         "MOST_ELEMENTS": SEARCH,
@@ -144,17 +144,17 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "POINTS": SEARCH,
         "TOLERANCE": NUMERICS,
     },
-    "proofs.exact_numbers": dict.fromkeys(
+    "proofs.algebra.exact_numbers": dict.fromkeys(
         ("DIGITS", "EXACT", "LARGEST_ROOT", "ROUNDING"), NUMERICS
     ),
-    "proofs.forms": {"FIRST_NAME": CODE, "ONE": CODE, "TIES": SEARCH},
-    "proofs.lifting": {"_CONDITIONED": CODE},
+    "proofs.algebra.forms": {"FIRST_NAME": CODE, "ONE": CODE, "TIES": SEARCH},
+    "proofs.reading.lifting": {"_CONDITIONED": CODE},
     "proofs.notation": {"MOST_CHARACTERS": "the length of a text"},
-    "proofs.opened_loops": {"MOST_LOOPS": SEARCH},
-    "proofs.normal_forms": {"ROUNDS": SEARCH},
+    "proofs.reading.opened_loops": {"MOST_LOOPS": SEARCH},
+    "proofs.reading.normal_forms": {"ROUNDS": SEARCH},
     "proofs.proving": {"LAWS_PER_NODE": SEARCH},
-    "proofs.reductions": {"MOST_ENTRIES": SEARCH, "MOST_OPENED": SEARCH},
-    "proofs.sign_cases": {"MOST_BOUNDS": SEARCH, "MOST_CELLS": SEARCH},
+    "proofs.algebra.reductions": {"MOST_ENTRIES": SEARCH, "MOST_OPENED": SEARCH},
+    "proofs.algebra.sign_cases": {"MOST_BOUNDS": SEARCH, "MOST_CELLS": SEARCH},
     "proofs.samples": {"MOST_WORK": SEARCH},
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},

@@ -13,7 +13,7 @@ from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.options import Budget
 from symjax_rewrite.proofs import Different, Proof, Unknown
-from symjax_rewrite.proofs.arithmetic import operation
+from symjax_rewrite.proofs.algebra.arithmetic import operation
 from symjax_rewrite.proofs.evaluation import TOLERANCE
 from symjax_rewrite.proofs.problems import Problem, scope_of, specs_of
 from symjax_rewrite.proofs.proving import decided
@@ -117,7 +117,7 @@ def test_proof_is_replayed_at_other_numbers(proof: Proof) -> None:
 
 
 def test_step_that_fails_its_check_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    from symjax_rewrite.proofs import lifting
+    from symjax_rewrite.proofs.reading import lifting
 
     monkeypatch.setitem(lifting._ROWS, "exp", _wrong_exp)
     verdict = prove_equal(lambda x: jnp.exp(x + 1), lambda x: jnp.exp(x + 1), "f32[n]")
@@ -130,7 +130,7 @@ def _wrong_exp(a, p):
 
 
 def test_reading_with_another_value_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    from symjax_rewrite.proofs import lifting
+    from symjax_rewrite.proofs.reading import lifting
 
     monkeypatch.setitem(lifting._ROWS, "exp", lambda a, p: p)  # records no law
     verdict = prove_equal(jnp.exp, jnp.exp, "f32[n]")

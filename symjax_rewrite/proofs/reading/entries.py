@@ -16,8 +16,8 @@ from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.forms import ZERO, Index, Poly, linear
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import ZERO, Index, Poly, linear
 
 
 class Reader(Protocol):

@@ -16,16 +16,17 @@ from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
-from symjax_rewrite.proofs import functions, orders, reductions, sorting
-from symjax_rewrite.proofs.affine_forms import affine_again
-from symjax_rewrite.proofs.affine_trees import find_trees
-from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
-from symjax_rewrite.proofs.conditions import Conditions, undecided
-from symjax_rewrite.proofs.forms import ZERO, Atom, Index, Number, Poly, plain, plain_name
-from symjax_rewrite.proofs.lifting import Lifting
-from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import LoopSolver, iteration_again, tree_value
-from symjax_rewrite.proofs.sign_cases import is_zero_by_cases
+from symjax_rewrite.proofs.algebra import functions, orders, reductions
+from symjax_rewrite.proofs.algebra.arithmetic import Builder, Calculus, operation
+from symjax_rewrite.proofs.algebra.forms import ZERO, Atom, Index, Number, Poly, plain, plain_name
+from symjax_rewrite.proofs.algebra.sign_cases import is_zero_by_cases
+from symjax_rewrite.proofs.reading import sorting
+from symjax_rewrite.proofs.reading.affine_forms import affine_again
+from symjax_rewrite.proofs.reading.affine_trees import find_trees
+from symjax_rewrite.proofs.reading.conditions import Conditions, undecided
+from symjax_rewrite.proofs.reading.lifting import Lifting
+from symjax_rewrite.proofs.reading.opened_loops import open_loops
+from symjax_rewrite.proofs.reading.recurrences import LoopSolver, iteration_again, tree_value
 
 ANGULAR = frozenset(["sin", "cos", "tan"])
 ROUNDS = 4  # denominators within denominators that are multiplied out

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from symjax_rewrite.ir.sizes import from_jax
-from symjax_rewrite.proofs import orders, reductions
-from symjax_rewrite.proofs.arithmetic import Calculus, Operation
-from symjax_rewrite.proofs.entries import Reader, entry, place_of
-from symjax_rewrite.proofs.forms import ZERO, Atom, Branch, Index, Poly, plain
+from symjax_rewrite.proofs.algebra import orders, reductions
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.algebra.forms import ZERO, Atom, Branch, Index, Poly, plain
+from symjax_rewrite.proofs.reading.entries import Reader, entry, place_of
 
 SORTS = frozenset("argmax argmin sort top_k".split())
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from symjax_rewrite.ir.term import Ref
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.entries import Reader
-from symjax_rewrite.proofs.forms import ONE, Index, Poly
-from symjax_rewrite.proofs.functions import positive, zero
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import ONE, Index, Poly
+from symjax_rewrite.proofs.algebra.functions import positive, zero
+from symjax_rewrite.proofs.reading.conditions import Condition
+from symjax_rewrite.proofs.reading.entries import Reader
 
 
 def selected(reader: Reader, refs: Sequence[Ref], at: Sequence[Index]) -> list[Poly]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symjax_rewrite.proofs import functions, reductions
-from symjax_rewrite.proofs.arithmetic import Calculus, operation
-from symjax_rewrite.proofs.forms import ONE, ZERO, Branches, Form, Poly, mono_reads, plain
+from symjax_rewrite.proofs.algebra import functions, reductions
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, operation
+from symjax_rewrite.proofs.algebra.forms import ONE, ZERO, Branches, Form, Poly, mono_reads, plain
 
 
 def recurrence(a: Calculus, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:

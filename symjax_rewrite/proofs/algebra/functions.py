@@ -11,9 +11,9 @@ from fractions import Fraction
 from typing import Any
 
 from symjax_rewrite.ir.sizes import Dim, simplify
-from symjax_rewrite.proofs.arithmetic import Calculus, operation
-from symjax_rewrite.proofs.exact_numbers import prime_powers
-from symjax_rewrite.proofs.forms import (
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, operation
+from symjax_rewrite.proofs.algebra.exact_numbers import prime_powers
+from symjax_rewrite.proofs.algebra.forms import (
     ONE,
     ZERO,
     Atom,
@@ -24,7 +24,7 @@ from symjax_rewrite.proofs.forms import (
     linear,
     number_of,
 )
-from symjax_rewrite.proofs.trigonometry import cosine, sine, tangent
+from symjax_rewrite.proofs.algebra.trigonometry import cosine, sine, tangent
 
 ODD = frozenset("sin tan asin atan sinh asinh erf erf_inv cbrt sign".split())
 EVEN = frozenset(["cos"])

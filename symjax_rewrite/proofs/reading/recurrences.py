@@ -20,13 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from symjax_rewrite.proofs import functions, reductions
-from symjax_rewrite.proofs.affine_forms import bound_names, recurrence
-from symjax_rewrite.proofs.affine_trees import Tree
-from symjax_rewrite.proofs.arithmetic import Calculus, Leaves, operation
-from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.entries import entry
-from symjax_rewrite.proofs.forms import (
+from symjax_rewrite.proofs.algebra import functions, reductions
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, Leaves, operation
+from symjax_rewrite.proofs.algebra.forms import (
     ONE,
     ZERO,
     Atom,
@@ -40,8 +36,12 @@ from symjax_rewrite.proofs.forms import (
     linear,
     plain,
 )
-from symjax_rewrite.proofs.lifting import Lifting, facts_of
-from symjax_rewrite.proofs.opened_loops import OpenLoop
+from symjax_rewrite.proofs.reading.affine_forms import bound_names, recurrence
+from symjax_rewrite.proofs.reading.affine_trees import Tree
+from symjax_rewrite.proofs.reading.conditions import Condition
+from symjax_rewrite.proofs.reading.entries import entry
+from symjax_rewrite.proofs.reading.lifting import Lifting, facts_of
+from symjax_rewrite.proofs.reading.opened_loops import OpenLoop
 
 
 def reads(a: Calculus, p: Poly, forms: set[int]) -> bool:

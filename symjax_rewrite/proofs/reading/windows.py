@@ -12,11 +12,11 @@ from collections.abc import Callable
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.jax_internals import JaxprEqn
-from symjax_rewrite.proofs import functions, reductions
-from symjax_rewrite.proofs.affine_forms import product
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.entries import Reader, entry, place_of, read_at
-from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, plain
+from symjax_rewrite.proofs.algebra import functions, reductions
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import ONE, ZERO, Index, Poly, linear, plain
+from symjax_rewrite.proofs.reading.affine_forms import product
+from symjax_rewrite.proofs.reading.entries import Reader, entry, place_of, read_at
 
 WINDOWED = (
     "conv_general_dilated", "reduce_window_sum", "reduce_window_max",

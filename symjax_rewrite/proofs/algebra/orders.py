@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from symjax_rewrite.proofs import functions
-from symjax_rewrite.proofs.arithmetic import Calculus, Operation
-from symjax_rewrite.proofs.forms import (
+from symjax_rewrite.proofs.algebra import functions
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.algebra.forms import (
     Atom,
     Branch,
     Form,

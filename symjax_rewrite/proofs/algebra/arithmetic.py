@@ -15,8 +15,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.sizes import Assumptions, Dim
-from symjax_rewrite.proofs.exact_numbers import ExactNumber, Numbers, prime_powers
-from symjax_rewrite.proofs.forms import (
+from symjax_rewrite.proofs.algebra.exact_numbers import ExactNumber, Numbers, prime_powers
+from symjax_rewrite.proofs.algebra.forms import (
     ONE,
     ZERO,
     Atom,

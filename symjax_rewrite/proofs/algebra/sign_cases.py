@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.forms import ZERO, Atom, Mono, Number, Poly
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import ZERO, Atom, Mono, Number, Poly
 
 MOST_CELLS = 100  # choices of signs
 MOST_BOUNDS = 200  # inequalities of an elimination

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.forms import ZERO, Atom, Poly, names_of
-from symjax_rewrite.proofs.functions import positive, zero
-from symjax_rewrite.proofs.sign_cases import bounds_of, with_known_tests
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import ZERO, Atom, Poly, names_of
+from symjax_rewrite.proofs.algebra.functions import positive, zero
+from symjax_rewrite.proofs.algebra.sign_cases import bounds_of, with_known_tests
 
 
 class Condition(NamedTuple):

@@ -25,15 +25,16 @@ from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.proofs import entries, functions, reductions
-from symjax_rewrite.proofs.affine_forms import product
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
-from symjax_rewrite.proofs.selections import selected
-from symjax_rewrite.proofs.sorting import SORTS, ordered, taken
-from symjax_rewrite.proofs.trigonometry import cosine
-from symjax_rewrite.proofs.windows import windowed
+from symjax_rewrite.proofs.algebra import functions, reductions
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
+from symjax_rewrite.proofs.algebra.trigonometry import cosine
+from symjax_rewrite.proofs.reading import entries
+from symjax_rewrite.proofs.reading.affine_forms import product
+from symjax_rewrite.proofs.reading.conditions import Condition
+from symjax_rewrite.proofs.reading.selections import selected
+from symjax_rewrite.proofs.reading.sorting import SORTS, ordered, taken
+from symjax_rewrite.proofs.reading.windows import windowed
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())

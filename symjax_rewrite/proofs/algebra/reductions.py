@@ -15,9 +15,9 @@ from itertools import product
 from typing import Any
 
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.proofs import orders
-from symjax_rewrite.proofs.arithmetic import Calculus, Operation, operation
-from symjax_rewrite.proofs.forms import (
+from symjax_rewrite.proofs.algebra import orders
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, Operation, operation
+from symjax_rewrite.proofs.algebra.forms import (
     ONE,
     ZERO,
     Atom,
@@ -33,8 +33,8 @@ from symjax_rewrite.proofs.forms import (
     number_of,
     plain,
 )
-from symjax_rewrite.proofs.functions import as_index, is_count, is_within, positive
-from symjax_rewrite.proofs.power_sums import power_of_index, power_sum, without_index
+from symjax_rewrite.proofs.algebra.functions import as_index, is_count, is_within, positive
+from symjax_rewrite.proofs.algebra.power_sums import power_of_index, power_sum, without_index
 
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
 MOST_ENTRIES = 16  # values of an index that are read one by one

@@ -10,8 +10,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from symjax_rewrite.proofs.arithmetic import Calculus, operation
-from symjax_rewrite.proofs.forms import ONE, ZERO, Mono, Number, Poly
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus, operation
+from symjax_rewrite.proofs.algebra.forms import ONE, ZERO, Mono, Number, Poly
 
 MOST_ANGLES = 4  # terms of an angle that are taken apart
 MOST_MULTIPLE = 4  # multiples of an angle that are taken apart

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from math import comb
 
-from symjax_rewrite.proofs.arithmetic import Calculus
-from symjax_rewrite.proofs.forms import Atom, Mono, Number, Poly, atom_reads
+from symjax_rewrite.proofs.algebra.arithmetic import Calculus
+from symjax_rewrite.proofs.algebra.forms import Atom, Mono, Number, Poly, atom_reads
 
 MOST_POWER = 8
 
