@@ -91,7 +91,7 @@ def best_order(
     # are.
     trees, search, cost = _multiplied(groups, search)
     found = search.order()
-    return None if found is None else (_put(found[0], trees), found[1] + cost)
+    return None if found is None else (renumbered(found[0], trees), found[1] + cost)
 
 
 def _multiplied(
@@ -114,8 +114,11 @@ def _multiplied(
     return trees, replace(search, factors=masks, free=free, repeats=repeats), cost
 
 
-def _put(tree: Tree, leaves: list[Tree]) -> Tree:
-    return leaves[tree] if isinstance(tree, int) else (_put(tree[0], leaves), _put(tree[1], leaves))
+def renumbered(tree: Tree, leaves: Sequence[Tree]) -> Tree:
+    """Return a tree with each leaf replaced."""
+    if isinstance(tree, int):
+        return leaves[tree]
+    return renumbered(tree[0], leaves), renumbered(tree[1], leaves)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Contraction order is not saturated: only the tree found by dynamic programming b
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import or_
 from typing import Any
 
@@ -16,7 +16,13 @@ from symjax_rewrite.ir.products import Product, is_half, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order, rows_of
+from symjax_rewrite.rewriting.contraction_order import (
+    Repeats,
+    Tree,
+    best_order,
+    renumbered,
+    rows_of,
+)
 from symjax_rewrite.rewriting.rule import NotBuiltError, RuleContext, built, too_large
 from symjax_rewrite.rewriting.scales import Leaf, apart, leaves_of, place, scaled_factor
 
@@ -102,18 +108,30 @@ class _TreeBuilder:
     def solve(self) -> Ref:
         factors = [self._sum_private(k) for k in range(len(self.whole))]
         masks = [_mask([f]) for f in factors]
-        if len(factors) == 1:
-            return self._build(0, factors, masks)
+        arrays = [k for k, mask in enumerate(masks) if mask]
+        scalars = [k for k, mask in enumerate(masks) if not mask]
+        if not arrays or not scalars or is_half(self.dtype):
+            return self._build(self._best(range(len(masks)), factors, masks), factors, masks)
+        tree = self._best(arrays, factors, masks)
+        at = self._smallest(tree, scalars, factors, masks)
+        scale = functools.reduce(lambda a, b: (a, b), scalars)
+        return self._build(_multiplied(tree, at, scale), factors, masks)
+
+    def _best(self, ids: Sequence[int], factors: list[Ref], masks: list[int]) -> Tree:
+        """Return the cheapest tree over some factors."""
+        if len(ids) == 1:
+            return ids[0]
         ctx, out = self.ctx, self.out_mask
-        free = sum(1 << k for k, f in enumerate(factors) if ctx.frozen(f.cls))
-        number = {cls: n for n, cls in enumerate(dict.fromkeys([f.cls for f in factors]))}
-        kinds = [number[f.cls] for f in factors]
-        key = (*zip(kinds, [f.axes for f in factors], strict=True), *self.numbers)
+        free = sum(1 << n for n, k in enumerate(ids) if ctx.frozen(factors[k].cls))
+        mine, masks = [factors[k] for k in ids], [masks[k] for k in ids]
+        number = {cls: n for n, cls in enumerate(dict.fromkeys([f.cls for f in mine]))}
+        kinds = [number[f.cls] for f in mine]
+        key = (*zip(kinds, [f.axes for f in mine], strict=True), *self.numbers)
         key = (key, out, free, self.dtype)
         tree = ctx.trees.get(key)
         if tree is None:
-            form_of = functools.partial(self._form, factors)
-            repeats = Repeats(kinds, form_of) if len(number) < len(factors) else None
+            form_of = functools.partial(self._form, mine)
+            repeats = Repeats(kinds, form_of) if len(number) < len(mine) else None
             least = ctx.model.device.launch_s
             found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats, least)
             if found is None:
@@ -121,7 +139,42 @@ class _TreeBuilder:
                 ctx.refuse("contraction_order", reason, self.why.source)
                 raise NotBuiltError
             tree = ctx.trees[key] = found[0]
-        return self._build(tree, factors, masks)
+        return renumbered(tree, ids)
+
+    def _smallest(
+        self, tree: Tree, scalars: list[int], factors: list[Ref], masks: list[int]
+    ) -> Tree:
+        """Return the part of a tree that is multiplied with the factors of no index.
+
+        It is the smallest part. Of equal parts the first is a factor that another product
+        multiplies with them too: this is computed once. The next is the whole product, whose
+        readers compute the multiplication with their own work.
+        """
+        g, frozen = self.ctx.g, self.ctx.frozen
+        users = [n for k in scalars for _, n in g.uses[factors[k].cls]]
+        elementwise = [n for n in users if n.op == CONTRACT and not n.bound]
+        partners = {g.find(a).cls for n in elementwise for a in n.args}
+        is_frozen = all(frozen(factors[k].cls) for k in scalars)
+
+        def order(part: Tree) -> tuple[float, int]:
+            if not isinstance(part, int):
+                size = self._count(self._kept(masks, leaves_of(part)))
+                return size, 1 if part is tree else 2
+            f = factors[part]
+            size = 0 if is_frozen and frozen(f.cls) else self._count(masks[part])
+            return size, 0 if f.cls in partners else 1 if part is tree else 2
+
+        return min(_parts(tree), key=order)
+
+    def _kept(self, masks: list[int], inside: int) -> int:
+        """Return the indices that a product of some factors is not summed over."""
+        read = functools.reduce(or_, [m for k, m in enumerate(masks) if inside >> k & 1])
+        return read & self._needed(masks, inside)
+
+    def _needed(self, masks: list[int], inside: int) -> int:
+        """Return the indices that are read outside a product of some factors."""
+        rest = [m for k, m in enumerate(masks) if not inside >> k & 1]
+        return functools.reduce(or_, rest, self.out_mask)
 
     def _form(self, factors: list[Ref], inside: list[int], kept: int) -> Node:
         """Return the product of some factors over the kept indices, in canonical index names."""
@@ -161,14 +214,8 @@ class _TreeBuilder:
     def _build(self, tree: Tree, factors: list[Ref], masks: list[int]) -> Ref:
         """Return the product in the order of a tree, with its numbers where they belong."""
 
-        @functools.cache
-        def outside(inside: int) -> int:
-            rest = [m for k, m in enumerate(masks) if not inside >> k & 1]
-            return functools.reduce(or_, rest, self.out_mask)
-
         def elements(inside: int) -> float:
-            read = functools.reduce(or_, [m for k, m in enumerate(masks) if inside >> k & 1])
-            return self._count(read & outside(inside))
+            return self._count(self._kept(masks, inside))
 
         leaves = self._leaves(factors) if self.p.scales else []
         places = place(self.p.scales, tree, leaves, elements, self.dtype)
@@ -179,7 +226,8 @@ class _TreeBuilder:
                 made = factors[t] if before == 1 else self._sum_private(t, before)
                 made = self._in_dtype(made) if t is tree else made
             else:
-                made = self._node((make(t[0]), make(t[1])), outside(leaves_of(t)))
+                needed = self._needed(masks, leaves_of(t))
+                made = self._node((make(t[0]), make(t[1])), needed)
                 if t is not tree:
                     self.inner.append(made.cls)
             return self._scaled(made, places.after.get(leaves_of(t), 1))
@@ -223,6 +271,23 @@ class _Volumes(dict[int, float]):
             rest ^= first
         self[mask] = made
         return made
+
+
+def _parts(tree: Tree) -> Iterator[Tree]:
+    """Yield a tree and its subtrees."""
+    yield tree
+    if not isinstance(tree, int):
+        for part in tree:
+            yield from _parts(part)
+
+
+def _multiplied(tree: Tree, part: Tree, factor: Tree) -> Tree:
+    """Return a tree in which one part is multiplied with one more factor."""
+    if tree is part:
+        return factor, tree
+    if isinstance(tree, int):
+        return tree
+    return _multiplied(tree[0], part, factor), _multiplied(tree[1], part, factor)
 
 
 def _mask(refs: Iterable[Ref]) -> int:
