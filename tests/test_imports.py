@@ -58,7 +58,7 @@ def test_heavy_modules_load_when_used(statement: str) -> None:
     assert loaded(statement) & set(HEAVY) == set()
 
 
-def test_what_loops_and_approximations_need_loads_with_them() -> None:
+def test_modules_of_loops_and_approximations_load_when_used() -> None:
     statement = """
 import jax.numpy as jnp
 from symjax_rewrite import sym_optimize

@@ -185,7 +185,7 @@ def test_a_small_gain_counts_with_the_transposed_copies_that_go_with_it(turned):
     assert refused == ([] if turned else ["turned"])
 
 
-def test_what_a_transposed_value_is_computed_from_is_moved_once():
+def test_operands_of_a_transposed_value_are_moved_once():
     """A chain reads one product several times; the transposed chain reads one copy of it."""
 
     def seconds(chain):

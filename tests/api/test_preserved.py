@@ -122,7 +122,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments(name):
+def test_every_kind_of_argument_is_passed(name):
     same(CALLS[name](sym_optimize(defaults)), CALLS[name](jax.jit(defaults)))
 
 
@@ -256,7 +256,7 @@ def test_unchanged_program_keeps_every_live_equation(name):
         assert str(a.source_info.name_stack).endswith(str(b.source_info.name_stack))
 
 
-def test_an_unchanged_program_is_lowered_without_what_nothing_reads():
+def test_an_unchanged_program_is_lowered_without_dead_equations():
     """JAX drops dead equations and carries, but not inside calls."""
 
     def dead(c, _):

@@ -220,7 +220,7 @@ def test_gradients_of_a_planned_function(runs):
 
 
 @pytest.mark.parametrize("dims", ["b T-1 8", "b ...", "annotations"])
-def test_names_that_are_none(dims):
+def test_malformed_names_of_sizes_are_refused(dims):
     with pytest.raises(UsageError):
         sym_optimize(attention, dims=dims)
 

@@ -33,7 +33,7 @@ def _program(*shape, count=120):
     + [((3,), 120, "h100", False)],
     ids=["small arrays", "large arrays", "few equations", "on a GPU"],
 )
-def test_what_is_light(shape, count, device, light):
+def test_small_arrays_on_a_cpu_are_light(shape, count, device, light):
     assert is_light(_program(*shape, count=count), DEVICES[device]) is light
 
 

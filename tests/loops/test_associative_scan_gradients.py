@@ -203,7 +203,7 @@ def test_lookalikes_of_gradients_are_not_found(fun: Callable) -> None:
     check(jax.grad(fun, argnums=(0, 1)), 0, *arrays(8))
 
 
-def test_stopped_factors() -> None:
+def test_factors_without_gradient_get_none() -> None:
     def fun(a, b):
         return every(lax.stop_gradient(a), b) + jnp.sum(jnp.sin(a))
 

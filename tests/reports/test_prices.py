@@ -333,7 +333,7 @@ def test_program_left_as_written_names_the_best_alternative():
     assert [r["ratio"] for r in saved["routes"]] == [r.ratio for r in report.routes]
 
 
-def test_report_names_what_has_no_price():
+def test_report_names_operations_without_a_price():
     report = sym_optimize(lambda x: jnp.fft.fft(x @ x), device="cpu").explain(
         *spec_list([(64, 64)])
     )
@@ -379,7 +379,7 @@ def test_gain_of_a_lone_change_is_that_of_the_program():
 
 
 @pytest.mark.usefixtures("one_device")
-def test_conflicts_with_what_was_done_are_not_listed():
+def test_conflicts_with_changes_are_not_listed():
     report = sym_optimize(jnp.sin, device="cpu").explain(*spec_list([(8,)]))
     report.routes += [
         RouteUse("fold", False, Obstacle.CONFLICT("the rules save as much"), "f.py:1 (f)"),
@@ -416,7 +416,7 @@ FUSIONS = DEVICES["cpu"].fusions
 
 
 @pytest.mark.skipif(not (FUSIONS and FUSIONS.sorts_parts), reason="this XLA keeps top-ks whole")
-def test_what_no_change_computes_stands_in_both_model_times():
+def test_unchanged_equations_count_in_both_model_times():
     """The last product takes longer than the top-k, of which only a part was sorted as written."""
 
     def codes(x, d):

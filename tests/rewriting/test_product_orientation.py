@@ -147,7 +147,7 @@ STAYS = {
 
 
 @pytest.mark.parametrize("name", FIRES)
-def test_turns(name: str) -> None:
+def test_products_are_oriented(name: str) -> None:
     assert turned(*FIRES[name]) >= 1
 
 
@@ -205,7 +205,7 @@ def test_gpus_keep_the_orientation(device: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"numerics": "exact"}, {"rules": packs.default - NAME}])
-def test_it_can_be_switched_off(options: dict[str, Any]) -> None:
+def test_orientation_can_be_switched_off(options: dict[str, Any]) -> None:
     assert turned(lambda x, y: x.T @ y, X, Y, **options) == 0
 
 

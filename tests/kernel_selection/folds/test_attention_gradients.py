@@ -251,7 +251,7 @@ def with_maximum(q, k, v, g):
         pytest.param(trained(causal), {"dtype": "float32"}, id="f32", marks=SLOW),
     ],
 )
-def test_other_gradients_are_not(fun: Callable, changes: dict) -> None:
+def test_other_gradients_are_not_computed_by_cudnn(fun: Callable, changes: dict) -> None:
     with gpu_compiler.described("H200"):
         traced = sym_optimize(fun, kernels="always", device="h200").trace(*operands(**changes))
         assert BACKWARD[1] not in calls(traced)

@@ -138,7 +138,7 @@ def test_attention(dtype, causal, inside):
     assert_as_near("attention", 1300, dtype, inside, causal=causal)
 
 
-def test_sums_that_vanish_along_rows_do_not_add_what_keys_have_in_common():
+def test_vanishing_sums_along_rows_do_not_add_the_mean_of_the_keys():
     assert_as_near("squares_of_alike_keys", 300, "bfloat16", inside=False)
 
 

@@ -131,7 +131,7 @@ def test_a_sum_that_folds_compute_in_parts_is_one_sum_as_written():
     assert not takes_fold(jax.grad(chamfer, (0, 1)), (2048, 3), (2048, 3))
 
 
-def test_sums_across_short_rows_copy_what_they_multiply():
+def test_sums_across_short_rows_copy_their_factors():
     def steps(x, g):
         gaps = x[:, None] - x
         k = jnp.exp(-jnp.sum(gaps**2, -1))
@@ -147,7 +147,7 @@ def test_arithmetic_that_two_sums_read_is_stored():
     assert takes_fold(jax.grad(loss), (1500, 8), (1500, 4))
 
 
-def test_the_library_reads_what_it_cannot_compute():
+def test_operands_that_the_library_cannot_compute_are_stored():
     """Selections and clamps are stored, with new pages if they are large."""
 
     def masked(x, y, bias):
@@ -170,7 +170,7 @@ def test_terms_of_a_size_that_the_allocator_may_keep_are_no_new_pages():
     assert takes_fold(kernel, (5000, 16), (4000, 16), (4000,))
 
 
-def test_what_a_selection_reads_is_written_over():
+def test_selections_are_written_over_their_operands():
     """Scores without the diagonal are one array, their exponentials another."""
 
     def entropy(z):
@@ -203,7 +203,7 @@ def by_blocks(q, k, v, mask):
     return jax.nn.softmax(jnp.where(whole > 0, scores, -1e9), -1) @ v
 
 
-def test_what_xla_writes_over_an_operand_needs_no_fresh_memory():
+def test_values_written_over_an_operand_need_no_fresh_memory():
     """The softmax is divided in place, and the results of a fold by blocks are as large."""
     report = sym_optimize(by_blocks, device="cpu").explain(*[spec(8, 1024, 64)] * 3, spec(16, 16))
     assert not report.rules

@@ -358,7 +358,7 @@ def test_folds_state_the_dtypes_of_their_tiles_and_results(monkeypatch):
 
 
 @pytest.mark.parametrize(("queries", "keys", "taken"), [(8192, 512, False), (8192, 8192, True)])
-def test_scores_that_lie_where_others_lay_take_no_memory(one_device, queries, keys, taken):
+def test_scores_in_reused_memory_need_no_fold(one_device, queries, keys, taken):
     def smooth(x, y, v):
         weights = jnp.exp(-0.5 * ((x**2).sum(-1)[:, None] - 2 * x @ y.T + (y**2).sum(-1)))
         return weights @ v / weights.sum(-1, keepdims=True)

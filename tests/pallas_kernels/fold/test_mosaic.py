@@ -175,7 +175,7 @@ def refusals() -> dict[str, FoldSpec]:
 
 @newest
 @pytest.mark.parametrize("reason", refusals())
-def test_refuses(reason, described):
+def test_unsupported_folds_are_refused_with_the_reason(reason, described):
     with described("H200"):
         assert reason in str(supports(refusals()[reason]))
 
