@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 
-from symjax_rewrite.reports.program_cost import program_traffic, traffic
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.cost.device_profiles import Device, device_profile
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
+from symjax_rewrite.reports.builder import make_report
+from symjax_rewrite.reports.program_cost import traffic
 from symjax_rewrite.rules import packs
 
 PLAIN, AUTO, ALONE, ALL = "plain", "auto", "alone", "all"
@@ -35,14 +36,15 @@ class Form:
 
     kinds: names of what was taken. stated: (before, after) in seconds, the prices of the forced
     candidate by which it is taken or refused; None if its pass keeps them, or if it is in a loop.
-    predicted_s: of the whole program by the cost model; None if it does not know. optimise_s: the
-    optimiser's seconds of all cores, for what was chosen.
+    written_s, predicted_s: of the program as written and of this form, as its report says; None if
+    it does not know. optimise_s: the optimiser's seconds of all cores, for what was chosen.
     """
 
     name: str
     closed: Any
     kinds: tuple[str, ...] = ()
     stated: tuple[float, float] | None = None
+    written_s: float | None = None
     predicted_s: float | None = None
     optimise_s: float = 0.0
 
@@ -84,10 +86,14 @@ def _any(candidate: Candidate) -> bool:
     return True
 
 
+def optimiser(device: Device, admits: Callable[[Candidate], bool] = _any) -> Optimiser:
+    """Return the optimiser with the default options."""
+    return Optimiser(Options(rules=packs.default), packs.default, device, admits=admits)
+
+
 def optimised(closed: Any, device: Device, admits: Callable[[Candidate], bool] = _any) -> Result:
     """Run the optimiser on a program."""
-    options = Options(rules=packs.default)
-    return Optimiser(options, packs.default, device, admits=admits).run(closed)
+    return optimiser(device, admits).run(closed)
 
 
 def candidates(closed: Any, device: Device) -> list[tuple[int, Candidate]]:
@@ -118,17 +124,19 @@ def forms_of(closed: Any, most: int = 6) -> list[Form]:
     """
     device = device_profile(None, jax.devices()[0])
     wide = opened(device)
-    plain = Form(PLAIN, closed, predicted_s=_seconds(closed, device))
+    plain_s = traffic(closed, device, {}).seconds
+    plain = Form(PLAIN, closed, written_s=plain_s, predicted_s=plain_s)
     start = time.process_time()
-    auto = _form(AUTO, optimised(closed, device), device)
-    auto = dataclasses.replace(auto, optimise_s=time.process_time() - start)
+    chosen = optimised(closed, device)
+    spent_s = time.process_time() - start
+    auto = dataclasses.replace(_form(AUTO, chosen, device), optimise_s=spent_s)
     alone: list[Form] = []
     seen = {str(closed.jaxpr)}
     for profile in (device, wide):
         for place, c in candidates(closed, profile):
             if len(alone) >= most:
                 break
-            if profile is device or _matters(c, plain.predicted_s):
+            if profile is device or _matters(c, plain_s):
                 result, only = forced(closed, profile, place, c.group)
                 priced = () if only.inside else only.taken
                 form = _form(f"{ALONE} {len(alone)}", result, device, priced)
@@ -149,21 +157,15 @@ def _form(name: str, result: Result, device: Device, taken: Iterable[Candidate] 
     closed = result.closed
     if result.taken:
         closed = jax.make_jaxpr(result.emit())(*result.closed.in_avals)
-    program = (
-        _seconds(closed, device) if result.program is None else _program_seconds(result, device)
-    )
+    report = make_report(result, optimiser(device))
     priced = [(c.before.seconds, c.after.seconds) for c in taken if c.before and c.after]
     stated = (sum(before for before, _ in priced), sum(after for _, after in priced))
     kinds = [*(u.name for u in result.routes if u.taken), *result.rules]
     return Form(
-        name, closed, tuple(dict.fromkeys(kinds)), stated if priced else None, program
-    )  # fmt: skip
-
-
-def _seconds(closed: Any, device: Device) -> float | None:
-    return traffic(closed, device, {}).seconds
-
-
-def _program_seconds(result: Result, device: Device) -> float | None:
-    assert result.program is not None
-    return program_traffic(result.program, device, {}).seconds
+        name,
+        closed,
+        tuple(dict.fromkeys(kinds)),
+        stated if priced else None,
+        report.before.seconds,
+        report.after.seconds,
+    )

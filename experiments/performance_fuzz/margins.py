@@ -48,7 +48,7 @@ def candidates(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, flo
             if not name.startswith(ALONE) or not form["stated"] or len(own) != 1:
                 continue
             before, after = form["stated"]
-            whole = report.stated_prediction(r, form)
+            whole = report.stated_prediction(form)
             if form["same_as"] == PLAIN or after <= 0 or whole is None:
                 continue
             found[own.pop()].append((before / after, whole, 1 / form["ratio"]))

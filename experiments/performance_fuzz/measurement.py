@@ -111,6 +111,7 @@ def _row(form: Form, same: str, times: Times | None) -> dict[str, Any]:
         "program": digest(form.closed),
         "same_as": same,
         "stated": form.stated,
+        "written_s": form.written_s,
         "predicted_s": form.predicted_s,
         "optimise_s": form.optimise_s,
         "ratio": 1.0,

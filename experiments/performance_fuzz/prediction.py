@@ -39,6 +39,7 @@ def again(record: dict[str, Any], most: int = 6) -> dict[str, Any]:
             forms[form.name] = known | {
                 "kinds": form.kinds,
                 "stated": form.stated,
+                "written_s": form.written_s,
                 "predicted_s": form.predicted_s,
                 "optimise_s": form.optimise_s,
             }
