@@ -80,7 +80,7 @@ def _names(closed: ClosedJaxpr) -> Iterator[str]:
             yield eqn.primitive.name
 
 
-def runs_in_turns(spec: ScanSpec) -> bool:
+def runs_sequentially(spec: ScanSpec) -> bool:
     """Return True if the `xla` backend runs a scan as one loop over its steps."""
     return spec.length != 0 and all(r.factor is not None for r in spec.readouts if r.over)
 
@@ -95,9 +95,9 @@ def seconds_written(spec: ScanSpec, fused: bool, rates: StepLoops) -> float:
         fused: True if the sums are not matrix products, so that one loop with a cheap step remains.
     """
     if fused and _is_cheap(spec):
-        return _seconds_in_turns(spec, 1, rates)
+        return _sequential_seconds(spec, 1, rates)
     axes = [a for a in spec.state if spec.size[a] > 1]
-    return _seconds_in_turns(spec, spec.size[axes[-1]] if axes else 1, rates)
+    return _sequential_seconds(spec, spec.size[axes[-1]] if axes else 1, rates)
 
 
 def seconds_transposed(spec: ScanSpec, rates: StepLoops) -> float:
@@ -111,11 +111,11 @@ def seconds_transposed(spec: ScanSpec, rates: StepLoops) -> float:
         if inner != [a for a in axes if a in inner]:
             moved += 2 * math.prod(spec.size[a] for a in names) * jnp.dtype(dtype).itemsize
     width = spec.size[axes[-1]] if axes else 1
-    steps = rates.laid_out * _seconds_in_turns(spec, width, rates)
+    steps = rates.laid_out * _sequential_seconds(spec, width, rates)
     return steps + moved / rates.moved_bytes_per_s
 
 
-def _seconds_in_turns(spec: ScanSpec, width: int, rates: StepLoops) -> float:
+def _sequential_seconds(spec: ScanSpec, width: int, rates: StepLoops) -> float:
     """Predict the seconds of a loop whose innermost axis has `width` entries."""
     narrow, wide = rates.narrow_entry_s, rates.entry_s
     if not _is_cheap(spec):

@@ -18,7 +18,11 @@ from symjax_rewrite.pallas_kernels.backend import (
     triton_backend,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel, seconds_in_one_pass
-from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns, supports_turns
+from symjax_rewrite.pallas_kernels.scan.sequential import (
+    scan_reference,
+    scan_sequential,
+    supports_sequential,
+)
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 
@@ -27,7 +31,7 @@ SCANS: KernelFamily[ScanSpec] = KernelFamily.of(
     "scan",
     Backend("reference", None, scan_reference),
     Backend("xla", None, scan_xla),
-    Backend("turns", None, scan_turns, supports_turns),
+    Backend("sequential", None, scan_sequential, supports_sequential),
     triton_backend("symjax_rewrite.pallas_kernels.scan.triton", "scan_triton"),
     triton_backend("symjax_rewrite.pallas_kernels.scan.one_pass", "scan_one_pass", ONE_PASS),
     on_cuda=("triton",),

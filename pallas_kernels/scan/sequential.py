@@ -50,13 +50,13 @@ def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     return _loop(spec, operands, spec.state, dots=False)
 
 
-def supports_turns(spec: ScanSpec) -> Support:
+def supports_sequential(spec: ScanSpec) -> Support:
     """Return `YES` for every scan with at least one step."""
     return YES if spec.length else Reason("there are no steps")
 
 
 @summing_totals
-def scan_turns(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
+def scan_sequential(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     """Run a scan with at least one step, as `scan_reference`, with the longest axis innermost."""
     shapes = [shape for shape, _ in result_shapes(spec)]
     spec, operands = without_ones(spec, operands)

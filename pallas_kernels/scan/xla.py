@@ -24,8 +24,8 @@ from symjax_rewrite.pallas_kernels.scan.block import (
     without_ones,
     write_steps,
 )
-from symjax_rewrite.pallas_kernels.scan.cost import block_steps, runs_in_turns, tree_steps
-from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
+from symjax_rewrite.pallas_kernels.scan.cost import block_steps, runs_sequentially, tree_steps
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_sequential
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes, summing_totals
 
 Array = Any
@@ -42,11 +42,11 @@ def scan_xla(
     program is lowered for a GPU.
     """
     if spec.named:
-        return scan_turns(spec, *operands)
+        return scan_sequential(spec, *operands)
 
     def run(tree: bool) -> Any:
-        if not tree and steps is None and runs_in_turns(spec):
-            return lambda *xs: scan_turns(spec, *xs)
+        if not tree and steps is None and runs_sequentially(spec):
+            return lambda *xs: scan_sequential(spec, *xs)
         chosen = steps or (tree_steps(spec) if tree else block_steps(spec))
         return lambda *xs: scan_blocks(spec, xs, chosen, keep=False, tree=tree)[0]
 

@@ -193,7 +193,7 @@ class FoldFacts:
     library_columns: float = quantity(
         "columns", "of which that call stores the weights of all rows", NO_SCRIPT, 0
     )
-    turned_bytes_per_s: float = quantity(
+    transposed_bytes_per_s: float = quantity(
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )
     piece_s: float = quantity(

@@ -19,7 +19,7 @@ from symjax_rewrite.cost.profile_groups import SLOW_MAPS, ProductLayouts
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE
-from symjax_rewrite.ir.turned_values import turned_value
+from symjax_rewrite.ir.transposed_values import transposed_value
 
 FUSED = (ELEMENTWISE - SLOW_MAPS) | {"broadcast_in_dim", "transpose"}  # into each reader
 
@@ -47,14 +47,14 @@ def transposed_seconds(
     seconds = 0.0
     for e in program.equations if within is None else within:
         if e.name == "transpose" and e.outvals[0] not in folded:
-            turned = turned_value(e, makers, users, outputs)
-            if turned is None:
+            found = transposed_value(e, makers, users, outputs)
+            if found is None:
                 order = range(len(e.eqn.params["permutation"]))
                 seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, order)
             else:
-                seconds += sum(swapped_seconds(p, device.layouts) for p in turned.products)
+                seconds += sum(swapped_seconds(p, device.layouts) for p in found.products)
                 aval: Any = e.eqn.invars[0].aval
-                seconds += sum(copies.of(v, aval, turned.order) for v in turned.stored)
+                seconds += sum(copies.of(v, aval, found.order) for v in found.stored)
         elif e.name == "dot_general":
             seconds += sum(_operand(e, side, copies) for side in range(2))
     return seconds

@@ -28,7 +28,7 @@ from symjax_rewrite.cost.product_layouts import (
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
-from symjax_rewrite.ir.turned_values import TurnedValue, turned_value
+from symjax_rewrite.ir.transposed_values import TransposedValue, transposed_value
 from symjax_rewrite.rewriting.equation_forms import candidate, is_sharded
 from symjax_rewrite.rewriting.grouped_heads import ungrouped
 from symjax_rewrite.rewriting.rule import LOCALITY, ORIENTATION
@@ -111,7 +111,7 @@ class OrientedProducts:
                 yield from _oriented(program, found, users, facts, context.device)
         for e in program.equations:
             if e.name == "transpose" and not all(map(_is_product, users.get(e.outvals[0], ()))):
-                found = turned_value(e, makers, users, outputs)
+                found = transposed_value(e, makers, users, outputs)
                 if found is not None and found.equations:
                     yield from _moved(e, found, facts, context.device)
 
@@ -121,21 +121,21 @@ def _is_product(e: Equation) -> bool:
 
 
 def _moved(
-    e: Equation, turned: TurnedValue, facts: ProductLayouts, device: Device
+    e: Equation, found: TransposedValue, facts: ProductLayouts, device: Device
 ) -> Iterator[Candidate]:
     """Yield a transposition of a function of products as a function of transposed products."""
     aval: Any = e.eqn.outvars[0].aval
-    used = (e, *turned.equations, *turned.products)
-    if not all(map(_is_plain, turned.products)) or any(map(is_sharded, used)):
+    used = (e, *found.equations, *found.products)
+    if not all(map(_is_plain, found.products)) or any(map(is_sharded, used)):
         return
     if aval.size < facts.least_elements:
         return
     in_order = copy_seconds(2 * aval.size * aval.dtype.itemsize, device)
     before = in_order + aval.size * facts.result_s
-    after = in_order + sum(swapped_seconds(p, facts) for p in turned.products)
-    after += len(turned.stored) * aval.size * facts.copy_s
+    after = in_order + sum(swapped_seconds(p, facts) for p in found.products)
+    after += len(found.stored) * aval.size * facts.copy_s
     if margins.pays(before, after, "orientation", device):
-        part = Replacement(e.outvals, turned.reads, turned.computed, source=e.eqn)
+        part = Replacement(e.outvals, found.reads, found.computed, source=e.eqn)
         yield candidate(RULE, e.where(), part, (before, after))
 
 

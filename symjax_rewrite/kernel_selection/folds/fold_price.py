@@ -419,7 +419,7 @@ def _copy_seconds(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
     copied = 2 * bytes_of([spec.avals[k] for k in pairs]) / device.bytes_per_s
     transposed = 2 * bytes_of([spec.avals[k] for k in pairs if runs_across(spec, k)])
     pieces = device.folds.piece_s * fold_cost.pieces_moved(spec, blocks)
-    return copied + transposed / device.folds.turned_bytes_per_s + pieces
+    return copied + transposed / device.folds.transposed_bytes_per_s + pieces
 
 
 def gpu_kernels(route: FoldRoute, device: Device) -> list[GpuKernel]:

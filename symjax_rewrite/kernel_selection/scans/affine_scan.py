@@ -50,7 +50,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan.cost import (
-    runs_in_turns,
+    runs_sequentially,
     seconds_transposed,
     seconds_written,
     states_bytes,
@@ -176,10 +176,10 @@ def _transposed(
         if beside_bytes is not None:
             after_s += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
         found.append((seconds_written(numbers, fused, rates), after_s))
-    fits = runs_in_turns(spec) and spec.dtype == "float32" and spec.kind == "affine"
+    fits = runs_sequentially(spec) and spec.dtype == "float32" and spec.kind == "affine"
     if not fits or not margins.pays_at_all(found, "scan", device):
         return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
-    kernel = replace(builder.kernel(spec, "turns"), seconds=found[0])
+    kernel = replace(builder.kernel(spec, "sequential"), seconds=found[0])
     return kernel, "it is laid out with its longest axis last"
 
 

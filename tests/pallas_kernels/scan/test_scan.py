@@ -19,7 +19,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     states_bytes,
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_sequential
 from symjax_rewrite.pallas_kernels.scan.spec import (
     Readout,
     ScanProgram,
@@ -56,7 +56,7 @@ def test_xla_backend_agrees_with_the_reference(case, steps):
 
 @by_case
 def test_sequential_backend_agrees_with_the_reference(case):
-    check(case, scan_turns)
+    check(case, scan_sequential)
 
 
 @by_case
@@ -91,7 +91,7 @@ def test_totals_are_sums_over_the_steps(chunks):
     places = [readout_axes(spec, r).index(spec.time) for r in spec.readouts]
     sums = [x.sum(k) for x, k in zip(each, places, strict=False)]
     want = [*each[: len(sums)], *sums, *each[len(sums) :]]
-    for run in (scan_xla, scan_turns, partial(scan_triton, cut=cut, interpret=True)):
+    for run in (scan_xla, scan_sequential, partial(scan_triton, cut=cut, interpret=True)):
         got = jax.jit(partial(run, both))(*operands)
         assert [x.shape for x in got] == [shape for shape, _ in result_shapes(both)]
         for x, y in zip(got, want, strict=True):
@@ -215,7 +215,7 @@ def test_a_backward_pass_is_differentiated_itself(length, reverse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["turns", "blocks", "tree", "optimised"])
+@pytest.mark.parametrize("run", ["sequential", "blocks", "tree", "optimised"])
 def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
     rng = np.random.default_rng(0)
     decay = np.array([0, 1e-38, 1e-20, 1e-3, 0.5, 0.99, 1 - 1e-3, 1 - 1e-5, 1 - 6e-8, 1], "f4")
@@ -231,7 +231,7 @@ def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
         return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, b))[1]
 
     runs = {
-        "turns": lambda a, b: scan_turns(spec, a, b)[0],
+        "sequential": lambda a, b: scan_sequential(spec, a, b)[0],
         "blocks": lambda a, b: scan_xla(spec, a, b, steps=64)[0],
         "tree": lambda a, b: scan_xla(spec, a, b, tree=True)[0],
         "optimised": sym_optimize(tree),

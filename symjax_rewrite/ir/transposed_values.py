@@ -21,7 +21,7 @@ INDICES = frozenset({"iota", "broadcast_in_dim"})  # written in any order of axe
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedValue:
+class TransposedValue:
     """A transposed value as a function of values that are transposed instead of it.
 
     order: the permutation of the axes. equations: computed in the other order, each after
@@ -50,17 +50,17 @@ class TurnedValue:
     def computed(self, *arrays: Any) -> Any:
         """Return the transposed value from the arrays of `reads`."""
         given = dict(zip(self.reads, arrays, strict=True))
-        turned = {v: lax.transpose(given[v], self.order) for v in self.leaves}
+        transposed = {v: lax.transpose(given[v], self.order) for v in self.leaves}
         last = self.leaves[0]
         for e in self.equations:
-            env = given | turned if e.name in ELEMENTWISE else given
+            env = given | transposed if e.name in ELEMENTWISE else given
             operands = [env[v] if isinstance(v, int) else v.val for v in e.invals]
             last = e.outvals[0]
             if e.name == "transpose":
-                turned[last] = operands[0]
+                transposed[last] = operands[0]
             else:
-                (turned[last],) = jax_internals.eval_equation(e.eqn, operands, self._params(e))
-        return turned[last]
+                (transposed[last],) = jax_internals.eval_equation(e.eqn, operands, self._params(e))
+        return transposed[last]
 
     def _params(self, e: Equation) -> dict[str, Any]:
         """Return the parameters of an equation for the other order of its axes."""
@@ -75,22 +75,22 @@ class TurnedValue:
         return params
 
 
-def turned_value(
-    turn: Equation,
+def transposed_value(
+    transposition: Equation,
     makers: Mapping[int, Equation],
     users: Mapping[int, Sequence[Equation]],
     outputs: Container[int],
-) -> TurnedValue | None:
+) -> TransposedValue | None:
     """Return how a transposition is computed from transposed products; None if it reads none."""
-    order = tuple(turn.eqn.params["permutation"])
-    if not turn.reads or not _swaps_last(order):
+    order = tuple(transposition.eqn.params["permutation"])
+    if not transposition.reads or not _swaps_last(order):
         return None
-    (root,) = turn.reads
+    (root,) = transposition.reads
     inside: dict[int, Equation] = {}
 
     def alone(v: int) -> bool:
         return v not in outputs and all(
-            e is turn or (e.name != "transpose" and e.outvals[0] in inside)
+            e is transposition or (e.name != "transpose" and e.outvals[0] in inside)
             for e in users.get(v, ())
         )
 
@@ -109,7 +109,7 @@ def turned_value(
     leaves = [v for v in _operands(equations) if v not in inside] if inside else [root]
     products = [e for v in leaves if (e := makers.get(v)) and alone(v) and _is_matrix_product(e)]
     stored = tuple(v for v in leaves if makers.get(v) not in products)
-    return TurnedValue(order, tuple(equations), tuple(products), stored) if products else None
+    return TransposedValue(order, tuple(equations), tuple(products), stored) if products else None
 
 
 def _operands(equations: Iterable[Equation]) -> list[int]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite.ir import turned_values
+from symjax_rewrite.ir import transposed_values
 from symjax_rewrite.ir.dataflow import makers_of, users_of
 from symjax_rewrite.ir.flat_program import flatten
 
@@ -14,7 +14,7 @@ from symjax_rewrite.ir.flat_program import flatten
 def test_a_value_that_others_read_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors that are read again after the transposition hold it up at every step."""
     looked: list[int] = []
-    operands = turned_values._operands
+    operands = transposed_values._operands
 
     def counted(equations: Any) -> list[int]:
         equations = list(equations)
@@ -32,8 +32,8 @@ def test_a_value_that_others_read_is_looked_at_once(monkeypatch: pytest.MonkeyPa
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     program = flatten(jax.make_jaxpr(chain)(x, x))
     (turn,) = [e for e in program.equations if e.name == "transpose"]
-    monkeypatch.setattr(turned_values, "_operands", counted)
-    found = turned_values.turned_value(
+    monkeypatch.setattr(transposed_values, "_operands", counted)
+    found = transposed_values.transposed_value(
         turn, makers_of(program.equations), users_of(program.equations), set(program.outputs)
     )
     assert found is not None
