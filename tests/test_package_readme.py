@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from symjax_rewrite.passes import PASSES
 
 FOLDER = Path(__file__).parents[1] / "symjax_rewrite"
@@ -22,6 +24,14 @@ def test_every_folder_is_listed() -> None:
     named = set(re.findall(r"\]\((?:\.\./)?([\w.]+)/?\)", section("Folders")))
     folders = {p.parent.name for p in FOLDER.glob("*/__init__.py")}
     assert folders <= named
+
+
+@pytest.mark.parametrize("name", ["ir", "rewriting", "loops", "kernel_selection/folds", "proofs"])
+def test_every_module_of_a_large_folder_is_in_its_docstring(name: str) -> None:
+    """A folder with more modules than a listing explains says which does what."""
+    text = (FOLDER / name / "__init__.py").read_text(encoding="utf-8")
+    modules = {path.stem for path in (FOLDER / name).glob("*.py")} - {"__init__"}
+    assert {module for module in modules if f"`{module}`" not in text} == set()
 
 
 def test_every_module_of_kernels_is_listed() -> None:

@@ -8,9 +8,10 @@ over atoms that read indices, by the laws of arithmetic on real numbers.
               (`orders`), tests, decided by cases (`sign_cases`)
     reading   programs as polynomials: index terms (`lifting`), slices (`entries`), convolutions
               (`windows`), sorts (`sorting`), loops in closed form (`opened_loops`, `recurrences`)
-    here      functions are sampled first (`samples`): a difference is a counterexample. Equal
-              polynomials are a proof; its steps are the laws that were applied, each compared at
-              random values (`checks`, `evaluation`)
+    here      two functions (`problems`) are sampled first (`samples`): a difference is a
+              counterexample. Equal polynomials are a proof (`proving`, `verdicts`). Its steps are
+              the laws that were applied, written in `notation`, each compared at random values
+              (`checks`, `evaluation`)
 
 May import every other folder.
 

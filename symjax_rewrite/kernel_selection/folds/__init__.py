@@ -3,5 +3,16 @@
 May import the same as `kernel_selection`. Before: a term over pairs and the reductions that read
 it. After: one `FoldSpec` with a tile, its reductions, and an epilogue over rows.
 
-    jnp.exp(-((x[:, None] - y) ** 2).sum(-1)) @ w  →  fold(tile=exp(-|x_i - y_j|²), Σ_j tile·w_j)
+    find      terms of pairs (`pairwise_terms`) and their reductions (`reductions`), also of gathers
+              (`gather_patterns`), slices (`slices`) and concatenated columns
+              (`concatenated_reductions`); gradients that vanish (`vanishing_gradients`)
+    group     reductions over the same pairs (`clustering`, `cluster_keys`)
+    build     tiles (`tile_program`, `gathered_columns`, `sort_keys`), row algebra (`epilogue`,
+              `widening`), the call (`builder`); every pair once (`mirrored_pairs`,
+              `tile_symmetry`); attention by cuDNN (`attention_gradients`, `score_folds`,
+              `row_symbols`)
+    price     folds (`fold_price`), XLA's form (`written_terms`), at named sizes (`named_sizes`)
+    passes    `selection`, `sparse_reductions`
+
+Σ_j exp(q_i·k_j) v_j  →  a fold over j with the tile exp(q·k) and the weights v
 """

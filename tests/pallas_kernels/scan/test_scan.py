@@ -135,11 +135,11 @@ def test_backends_say_why_not():
         ({"operands": (Operand(("t", "e")), Operand(("t",)))}, "none of the scan's"),
         ({"start": 0}, "time axis"),
         ({"start": 7}, "no such operand"),
-        ({"readouts": (Readout(over=("t",)),)}, "no axis"),
+        ({"readouts": (Readout(over=("t",)),)}, "no state axis"),
         ({"readouts": (Readout(axes=("t",)),)}, "result's axes"),
         (
             {"readouts": (Readout(over=("0",), finish=ScanProgram(lambda y, v, t: y, (1,))),)},
-            "was summed",
+            "reads the summed axis",
         ),
     ],
 )
