@@ -36,7 +36,7 @@ from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
 from symjax_rewrite.passes import OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.rule import RulePack
-from symjax_rewrite.selection import Selection
+from symjax_rewrite.signatures import Selection
 from symjax_rewrite.text_tables import NOT_SEARCHED
 from symjax_rewrite.usage_records import (
     REPLAN,

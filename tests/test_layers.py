@@ -38,7 +38,7 @@ LAYERS = {
     "ir": ("ir",),
     "cost": ("cost",),
     "calibration": ("calibration",),
-    "choice": ("candidates", "policy", "selection"),
+    "choice": ("candidates", "policy", "signatures"),
     "codegen": ("codegen",),
     "rewriting": ("rewriting",),
     "rules": ("rules",),

@@ -33,7 +33,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import log, logger
-from symjax_rewrite.selection import Seen, Selection
+from symjax_rewrite.signatures import Seen, Selection
 from symjax_rewrite.text_tables import duration
 from symjax_rewrite.usage_records import RouteUse, fingerprint
 

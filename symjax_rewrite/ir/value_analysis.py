@@ -143,7 +143,7 @@ def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
         return None
     name = node.attr[0]
     if name == "exp":
-        return LogLinear((), tuple(sum_terms(g, node.args[0], 1.0)))
+        return LogLinear((), tuple(sum_terms(g, node.args[0])))
     if name == "div":
         return of(node.args[0]).times(of(node.args[1]), Fraction(-1))
     if name in _POWERS:
@@ -151,14 +151,14 @@ def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
     return None
 
 
-def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
+def sum_terms(g: EGraph, ref: Ref) -> list[tuple[Ref, float]]:
     """Return the terms of a sum: the shifted term and its shifts, each with its coefficient.
 
     A shift has fewer indices than the sum and is computed from the rest of it (a maximum, a
     log-sum-exp). Only such sums are split: `s + (1 - mask)·(-1e9)` written as `(s + 1e9·mask) -
     1e9` would lose every digit of s.
     """
-    return [(term.over(ref.axes), scale * k) for term, k in _terms_of(g, ref.cls, 0).items()]
+    return [(term.over(ref.axes), k) for term, k in _terms_of(g, ref.cls, 0).items()]
 
 
 def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:

@@ -10,7 +10,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.ir.dataflow import makers_of
+from symjax_rewrite.ir.dataflow import makers_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.replacement import Part
@@ -104,15 +104,11 @@ def unstored_bytes(program: Program, e: Equation, makers: dict[int, Equation]) -
     (x,) = e.reads
     while x in makers and makers[x].name in SAME_ORDER and makers[x].reads:
         x, *_ = makers[x].reads
-    size, seen, stack = program.avals[x].size, {x}, [x]
-    for v in stack:
-        maker = makers.get(v)
-        if maker is not None and maker.name in ELEMENTWISE | VIEWS:
-            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
-            seen.update(stack)
-        elif v == x:
-            joined = maker is not None and maker.name in JOINS
-            return None if joined else 0.0
-        elif getattr(program.avals[v], "size", 0) >= size:
+    fused = lambda v: v in makers and makers[v].name in ELEMENTWISE | VIEWS  # noqa: E731
+    if not fused(x):
+        return None if x in makers and makers[x].name in JOINS else 0.0
+    size = program.avals[x].size
+    for v in walk([x], lambda v: makers[v].reads if fused(v) else ()):
+        if not fused(v) and getattr(program.avals[v], "size", 0) >= size:
             return size * program.avals[x].dtype.itemsize
     return None

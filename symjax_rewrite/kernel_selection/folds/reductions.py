@@ -279,7 +279,7 @@ def forms(pair: Pair, found: Reduction) -> list[Form]:
         product = tuple([(r, ONE) for r in found.args])
         return [(Addend("keyed", None, product, keys=found.keys),)]
     if found.kind != "sum":
-        tile = _joined(g, sum_terms(g, found.args[0], 1.0))
+        tile = _joined(g, sum_terms(g, found.args[0]))
         return [(Addend(found.kind, tile or found.args[0]),)]
     split = split_sum(pair, found)
     if split is None:
@@ -343,7 +343,7 @@ def _log_form(pair: Pair, found: Reduction, weights: Ref | None, rest: list[Ref]
 def _distributed(pair: Pair, addend: Addend, found: Reduction) -> Iterator[Addend]:
     """Yield the term with one sum among its factors distributed, where a part is row algebra."""
     for k, (ref, power) in enumerate(addend.product):
-        columns, rows = _by_column(pair, sum_terms(pair.g, ref, 1.0))
+        columns, rows = _by_column(pair, sum_terms(pair.g, ref))
         kept = _joined(pair.g, columns) if power == 1 and rows else None
         if kept is None:
             continue
