@@ -371,6 +371,11 @@ def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return out
 
 
+def is_key(x: Any) -> bool:
+    """Return True for random keys: no numbers, and no barrier takes them."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Return the numbers of constants and carries of a scan; its other inputs are sequences."""
     if "num_consts" in eqn.params:

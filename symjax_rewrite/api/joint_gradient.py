@@ -233,7 +233,7 @@ def trace_joint(original: Original, primals: Sequence[Any]) -> Joint:
         there = {id(x) for x in (*values, *outs)}
         leaves = {id(x): x for x in jax.tree.leaves(pullback) if id(x) not in there}
         plain_bytes = sum(aval_bytes(jax.typeof(x)) for x in leaves.values())
-        after = [x for x in outs if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)]
+        after = [x for x in outs if not jax_internals.is_key(x)]
         _, cotangents = jax.lax.optimization_barrier((after, values[known:]))
         return [*outs, *original.pull(pullback, cotangents)]
 

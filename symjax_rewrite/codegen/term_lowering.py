@@ -206,7 +206,7 @@ def _dot(
     shared = [i for i in larger[1] if i in other[1]]
     batch = [i for i in shared if i < out]
     summed = [i for i in shared if i >= out]
-    if _better_swapped(left, right, summed, order):
+    if _better_swapped(left, right, summed, batch, order):
         left, right = right, left
     (a, la), (b, lb) = left, right
     pairs, batches = (([la.index(i) for i in x], [lb.index(i) for i in x]) for x in (summed, batch))
@@ -216,25 +216,29 @@ def _dot(
     return data, (*batch, *free)
 
 
-def _better_swapped(left: Operand, right: Operand, summed: list[int], order: Sequence[int]) -> bool:
+def _better_swapped(
+    left: Operand, right: Operand, summed: list[int], batch: list[int], order: Sequence[int]
+) -> bool:
     """Return True if swapped operands cost less to read; ties give the order of the reader."""
-    now, then = _stride_cost(left, right, summed), _stride_cost(right, left, summed)
+    now, then = _stride_cost(left, right, summed, batch), _stride_cost(right, left, summed, batch)
     place = {i: n for n, i in enumerate(order)}
     mine = min((place.get(i, i) for i in left[1] if i not in right[1]), default=-1)
     theirs = min((place.get(i, i) for i in right[1] if i not in left[1]), default=mine)
     return (then, theirs) < (now, mine)
 
 
-def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
+def _stride_cost(left: Operand, right: Operand, summed: list[int], batch: list[int]) -> float:
     """Return the number of elements read with a stride.
 
     Reads are contiguous if the left operand contracts its last axis and the right operand its
     first. Measured on CPU (experiments/linear_algebra): a left operand contracted on its first axis
     costs up to 40 times as much. A right operand contracted on its last axis costs hardly more.
+    XLA copies an operand whose batch axes are not its first axes, left or right alike.
     """
     (a, la), (b, lb) = left, right
-    cost = 0.0 if len(la) < 2 or la[-1] in summed else float(_elements(a))
-    return cost + (0.0 if len(lb) < 2 or lb[-1] not in summed else 0.1 * _elements(b))
+    in_place = lambda labels: len(labels) > 1 and list(labels[: len(batch)]) == batch  # noqa: E731
+    cost = float(_elements(a)) if in_place(la) and la[-1] not in summed else 0.0
+    return cost + (0.1 * _elements(b) if in_place(lb) and lb[-1] in summed else 0.0)
 
 
 def transposed_apart(node: Node, operands: list[Operand]) -> list[Operand]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.loops.exact_steps import Points, Sampler, Undecided, run_exactly
@@ -148,6 +149,9 @@ def monoid_fold(loop: Loop, carries: set[int]) -> MonoidFold | None:
     level = loop.levels()
     equations = [e for e in loop.body.equations if level[e.outvals[0]] == 2]
     plain = all(len(e.outvals) == 1 and not e.eqn.effects for e in equations)
+    read = [loop.body.avals[v] for e in equations for v in e.reads]
+    if any(jax_internals.is_key(a) for a in read):
+        return None
     if not carries or not plain or len(equations) > MOST_EQUATIONS:
         return None
     for count in (None, *_counts(loop)):

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
@@ -166,8 +164,8 @@ class _Pair:
             env = dict(zip([*self.known, *self.late], values, strict=True))
             outs, n = self.there.run(env), self.there.count
             carried, ys = outs[:n], dict(zip(stacked, outs[n:], strict=True))
-            late = {s: env[s] for s in self.late if not _is_key(env[s])}
-            after = [x for x in carried if not _is_key(x)]
+            late = {s: env[s] for s in self.late if not jax_internals.is_key(env[s])}
+            after = [x for x in carried if not jax_internals.is_key(x)]
             env |= lax.optimization_barrier((after, late))[1]
             env |= {(STEP, v): y for v, y in ys.items()}
             return [*carried, *[ys[v] for v in self.public], *self.back.run(env)]
@@ -220,11 +218,6 @@ class _Pair:
             _part(self.there, self.known, made, forth),
             _part(self.back, [*kept, *self.late], self.back.e.outvals, back),
         )
-
-
-def _is_key(x: Any) -> bool:
-    """Return True for a random key, which no barrier takes."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _with_sealed_kernels(closed: ClosedJaxpr) -> ClosedJaxpr:

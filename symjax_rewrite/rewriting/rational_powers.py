@@ -3,7 +3,8 @@
 XLA's CPU compiler computes a power element by element, by calls of a library, and roots in vectors.
 Softened forces (`(r² + ε)**-1.5`) and flux limiters have such powers. Values differ by a few units
 in the last place. At 0, -0, ±infinity and negative numbers they are those of the power. Positive
-subnormal numbers count as 0, as in XLA's arithmetic on CPUs.
+subnormal numbers count as 0, as in XLA's square roots and quotients on CPUs. XLA's power has one
+value for all of them, that of 2^-150 (float32), which differs for exponents between -1 and 1 alone.
 
     x**1.5 → x · √x        x**-0.25 → 1 / √√x
 """

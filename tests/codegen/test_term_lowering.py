@@ -95,3 +95,18 @@ def test_a_sum_has_the_axis_order_of_most_of_its_terms(orders, kept):
         for part, o in ((np.asarray(p).T if o == (1, 0) else np.asarray(p), o) for p, o in parts)
     )
     np.testing.assert_allclose(np.asarray(data).T if kept == (1, 0) else data, wanted)
+
+
+def test_the_reader_orders_products_whose_operands_are_copied():
+    """XLA copies operands whose batch axes are inside, and then reads neither with a stride.
+
+    Scores by keys and queries are read as scores by queries and keys. Swapped behind the product,
+    they were computed by a slower kernel of XLA.
+    """
+    node = Node(CONTRACT, None, (Ref(0, (0, 3, 1, 4)), Ref(1, (1, 4, 0, 2))), 4, (8,))
+    keys, queries = drawn(60, 24).reshape(3, 20, 2, 12), drawn(24, 21).reshape(2, 12, 3, 7)
+    operands = [(jnp.asarray(keys), (0, 3, 1, 4)), (jnp.asarray(queries), (1, 4, 0, 2))]
+    data, labels = term_lowering.lower_node(node, operands, (3, 2, 7, 20, 12), "float32", {})
+    assert labels == (0, 1, 2, 3)
+    wanted = np.einsum("bkhd,hdbq->bhqk", keys, queries)
+    np.testing.assert_allclose(data, wanted, rtol=1e-5, atol=1e-5)

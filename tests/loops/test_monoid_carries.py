@@ -317,3 +317,13 @@ def test_states_that_are_read_keep_their_loop() -> None:
 
 def test_exact_keeps_the_order_of_sums() -> None:
     assert is_loop(looped(welford), (jnp.float32(0), ZERO, ZERO), X, numerics="exact", **GPU)
+
+
+def test_a_state_that_reads_a_carried_key_stays_a_loop() -> None:
+    def walk(key: jax.Array, x: jax.Array) -> jax.Array:
+        def step(c, _):
+            return (jax.random.split(c[0])[0], c[1] + jax.random.normal(c[0], (D,))), None
+
+        return lax.scan(step, (key, x), None, length=N)[0][1]
+
+    sym_optimize(walk, on_unsupported="error", **GPU).explain(jax.random.key(0), ZERO)
