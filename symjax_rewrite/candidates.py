@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
@@ -27,6 +27,8 @@ from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.options import Options
 from symjax_rewrite.usage_records import ratio_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,8 +220,7 @@ class Context:
     admits: Callable[[Candidate], bool] = lambda _: True
     selects: Callable[[Candidate, Program], bool] = lambda *_: True
     call_s: float = 0.0
-    _terms: tuple[Program, Terms] | None = field(default=None)
-    _light: tuple[Program, bool] | None = field(default=None)
+    _made: tuple[Program, dict[Any, Any]] | None = field(default=None)
 
     def has(self, name: str) -> bool:
         """Return True if the pack permits a pass, or another transformation that is no rule."""
@@ -238,17 +239,22 @@ class Context:
         if time.perf_counter() - self.started > self.options.budget.seconds:
             raise OutOfTimeError
 
+    def once(self, make: Callable[[Program], T], program: Program) -> T:
+        """Return what a function makes of a program; it is made once."""
+        if self._made is None or self._made[0] is not program:
+            self._made = program, {}
+        made = self._made[1]
+        if make not in made:
+            made[make] = make(program)
+        return made[make]
+
     def terms(self, program: Program) -> Terms:
         """Return the program as index terms; built once."""
-        if self._terms is None or self._terms[0] is not program:
-            self._terms = (program, self._build(program))
-        return self._terms[1]
+        return self.once(self._build, program)
 
     def is_light(self, program: Program) -> bool:
         """Return True if no pass of terms can gain on a program (`cost.light_programs`)."""
-        if self._light is None or self._light[0] is not program:
-            self._light = (program, is_light(program, self.device))
-        return self._light[1]
+        return self.once(self._is_light, program)
 
     def program_seconds(self, program: Program) -> float:
         """Return the modelled seconds of a call of a program, with the bodies of its loops."""
@@ -258,6 +264,9 @@ class Context:
             in_bodies = sum(equation_seconds(e, self.device) for e in inside)  # in no term's price
             terms.kept["program_seconds"] = terms.seconds + in_bodies + self.call_s
         return terms.kept["program_seconds"]
+
+    def _is_light(self, program: Program) -> bool:
+        return is_light(program, self.device)
 
     def _build(self, program: Program) -> Terms:
         t = build(program)

@@ -238,8 +238,12 @@ class Optimiser:
         start: float,
         solved: dict[Hashable, tuple[Result, ClosedJaxpr]],
         call_s: float = 0.0,
+        is_live: bool = False,
     ) -> Result:
-        """Optimise a program; `solved` holds the results of bodies: equal ones are run once."""
+        """Optimise a program; `solved` holds the results of bodies: equal ones are run once.
+
+        is_live: True if nothing in the program and in the bodies of its scans is dead.
+        """
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
         if not count:
             return Result(closed)
@@ -252,7 +256,9 @@ class Optimiser:
             if place not in solved:
                 key = program_key(body) or place
                 if key not in solved:
-                    solved[key] = self._run(body, frozenset(), allowed, start, solved), body
+                    alive = id(body.jaxpr) in run.live_bodies
+                    made = self._run(body, frozenset(), allowed, start, solved, is_live=alive)
+                    solved[key] = made, body
                 solved[place] = solved[key][0], body  # held, so that no other has its place
             spent.append(solved[place][0].spent)
             return solved[place][0]
@@ -260,8 +266,9 @@ class Optimiser:
         mine = self.options, self.rules, self.device, self.assumptions
         context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)
         context.selects, context.call_s = self.selects, call_s
+        run = _Run(closed, context, is_live)
         try:
-            result = _Run(closed, context).through(self.passes)
+            result = run.through(self.passes)
         except OutOfTimeError:
             return _kept(closed, f"the clock of {self.options.budget.seconds} s ran out")
         result.spent = next(filter(None, spent), "")
@@ -273,10 +280,13 @@ def _kept(closed: ClosedJaxpr, why: str) -> Result:
 
 
 class _Run:
-    def __init__(self, closed: ClosedJaxpr, context: Context) -> None:
+    def __init__(self, closed: ClosedJaxpr, context: Context, is_live: bool) -> None:
         defers = context.options.kernels == "auto" and not context.device.runs_on_gpu
         self.context, self.result = context, Result(closed, defers=defers)
-        self.program = self.first = flat(closed)
+        self.program = self.first = flat(closed, is_live)
+        is_live |= self.first.closed is not closed
+        scans = [e.eqn for e in self.first.equations if is_live and e.name == "scan"]
+        self.live_bodies = {id(e.params["jaxpr"].jaxpr) for e in scans}
         self.stops: set[str] = set()
         self.seen: dict[str, Program] = {}  # by pass, the program after it
         self.priced_ahead = False  # a change counts the kernels of its loops
@@ -338,8 +348,13 @@ class _Run:
                 self.stops.add(reason)
 
 
-def flat(closed: ClosedJaxpr) -> Program:
-    """Return the flat program; dead values of its loops, or of steps like these, are removed."""
+def flat(closed: ClosedJaxpr, is_live: bool = False) -> Program:
+    """Return the flat program; dead values of its loops, or of steps like these, are removed.
+
+    is_live: True if it has none.
+    """
+    if is_live:
+        return flatten(closed)
     if _calls_loops(closed):
         return flatten(jax_internals.without_dead(closed))
     program = flatten(closed)

@@ -160,10 +160,12 @@ def _small(
         return [c for c in found if not large(c)]
 
     asked = [c for c in found if c.share]
-    if context.is_light(program):  # its terms need not be read
-        small = among(asked, launch_seconds(program, device))
-        if len(small) == len(asked):
-            return small
+    least_s = max((c.before.seconds for c in asked if c.before), default=0.0)
+    if context.is_light(program):
+        least_s = max(least_s, launch_seconds(program, device))
+    small = among(asked, least_s)
+    if len(small) == len(asked):  # the whole program takes no less, and need not be priced
+        return small
     return among(asked, context.program_seconds(program))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import optimizer, sym_optimize
+from symjax_rewrite import jax_internals, optimizer, sym_optimize
 from tests.profiles import use_on_cpu
 
 
@@ -41,6 +41,21 @@ def test_a_body_that_stays_is_optimised_once(programs):
 
     sym_optimize(f, device="cpu").explain(*specs((64, 64), (64, 64), (64,), (2048, 2048)))
     assert len(programs) == len({id(closed.jaxpr) for closed in programs}) == 2
+
+
+def test_dead_values_of_a_loop_and_of_the_loops_in_it_are_removed_at_once(programs, monkeypatch):
+    searched, remove = [], jax_internals.without_dead
+    monkeypatch.setattr(jax_internals, "without_dead", lambda c: searched.append(c) or remove(c))
+
+    def step(h, _):
+        inner = lambda c, _: ((jnp.tanh(c[0]), c[1] @ c[1]), None)  # noqa: E731, c[1] is not read
+        return lax.scan(inner, (h, jnp.outer(h, h)), None, 3)[0][0], None
+
+    f = lambda h: lax.scan(step, h, None, 4)[0]  # noqa: E731
+    sym_optimize(f, device="cpu").explain(*specs((64,)))
+    assert len(searched) == 1
+    assert len(programs) == 3
+    assert "dot_general" not in str(programs[1])
 
 
 def test_branches_of_one_function_are_optimised_once(programs):

@@ -1,7 +1,8 @@
 """Candidates are taken as far as they stand together in the program as it will be emitted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -66,6 +67,21 @@ def test_candidates_in_order_are_taken(chain, opens):
     assert len(chain[0].equations) == 4, "the program that was given is as it was"
     for out in run(made, [jnp.zeros(3)]):
         np.testing.assert_array_equal(out, np.ones(3))
+
+
+def test_a_gain_that_is_little_of_what_it_replaces_is_refused_without_the_price_of_the_program(
+    chain,
+):
+    program, (x, _a, b, _c, _d) = chain
+    costs = Cost(seconds=1.0), Cost(seconds=0.999)
+    small = replace(
+        candidate("small", Ones((b,), (x,))), before=costs[0], after=costs[1], share=True
+    )
+    yes = lambda *_: True  # noqa: E731
+    prices_nothing = SimpleNamespace(device=CPU, admits=yes, selects=yes, is_light=lambda _: False)
+    _, kept, refused = policy.chosen(program, [small], prices_nothing)  # pyright: ignore[reportArgumentType]
+    assert not kept
+    assert "of the program's predicted time" in refused[0].reason
 
 
 @pytest.mark.parametrize("opens", [False, True])

@@ -44,7 +44,7 @@ class AffineTrees(LoopPass):
         """Yield the trees that run faster as loops together with their derivatives."""
         device = context.device
         prefixes = find_prefixes(program) if context.has(FUSION) else []
-        around = Surroundings(program) if prefixes else None
+        around = context.once(Surroundings, program) if prefixes else None
         if around is None:
             return
         found = find_differentiated(around, prefixes)
@@ -104,7 +104,7 @@ def _seconds_of_kernels(
 
 def _loops_kept(program: Program, device: Device, route: Route) -> tuple[int, float | None]:
     """Return the number of loops that are no kernels, and the predicted seconds of the kernels."""
-    found = LoopSearch(program, device, (FUSION,), route=route).loops()
+    found = LoopSearch(Surroundings(program), device, (FUSION,), route=route).loops()
     costs = [c.after for c in found if isinstance(c, Candidate)]
     loops = sum(e.name in LOOPS for e in program.equations)
     seconds = [None if c is None else c.seconds for c in costs]

@@ -53,7 +53,7 @@ class DifferentiatedLoops(LoopPass):
             return
         route = self.routes(context)
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
-        for around, there, back in loop_pairs(program):
+        for around, there, back in loop_pairs(program, context):
             pair = _LoopAndGradient(around, there, back)
             if _improved(pair.loop(), context.device, route) is None or pair.fuses():
                 continue
@@ -81,12 +81,14 @@ def _may_sink(maker: Equation | None) -> bool:
     return maker is not None and not maker.eqn.effects and maker.name in ELEMENTWISE | VIEWS
 
 
-def loop_pairs(program: Program) -> Iterator[tuple[Surroundings, Equation, Equation]]:
+def loop_pairs(
+    program: Program, context: Context
+) -> Iterator[tuple[Surroundings, Equation, Equation]]:
     """Yield the scans with the one scan that reads their results in the other direction."""
     scans = [e for e in program.equations if e.name == "scan" and not e.eqn.effects]
     if len(scans) < 2:
         return
-    around = Surroundings(program)
+    around = context.once(Surroundings, program)
     backs: dict[Equation, list[Equation]] = {e: [] for e in scans}
     for there, back in backward_loops(around):
         backs[there].append(back)

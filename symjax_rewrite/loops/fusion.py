@@ -10,6 +10,7 @@ it works on every step separately and fewer bytes are read or written after fusi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -33,11 +34,19 @@ class Surroundings:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.makers = makers_of(program.equations)
         self.outputs = set(numbers(program.outputs))
-        needed = live(program.equations, program.outputs, self.makers)
-        kept = [e for e in program.equations if e.eqn.effects or not needed.isdisjoint(e.outvals)]
-        self.users = users_of(kept)
+
+    @functools.cached_property
+    def makers(self) -> dict[int, Equation]:
+        """Return, for each value, the equation that makes it."""
+        return makers_of(self.program.equations)
+
+    @functools.cached_property
+    def users(self) -> dict[int, list[Equation]]:
+        """Return, for each live value, the equations that read it."""
+        equations = self.program.equations
+        needed = live(equations, self.program.outputs, self.makers)
+        return users_of([e for e in equations if e.eqn.effects or not needed.isdisjoint(e.outvals)])
 
     def bytes(self, v: int) -> float:
         """Return the bytes of a value."""

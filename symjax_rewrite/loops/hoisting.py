@@ -103,7 +103,7 @@ class _Plan:
     def find_before(self) -> None:
         """Find the products with fixed weights that depend on no carry."""
         known, room = self._is_known, self.room
-        chosen = [e for e in self.equations if known(e) and not self.leaves.isdisjoint(e.outvals)]
+        chosen = [e for e in self.equations if not self.leaves.isdisjoint(e.outvals) and known(e)]
         wanted = set(self._cone(chosen, known))
         roots: list[Equation] = []
         for e in self.equations:

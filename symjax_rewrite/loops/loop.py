@@ -229,7 +229,10 @@ class Loop:
 
         if sub:
             self.body.equations = [
-                Equation(e.eqn, tuple(map(new, e.invals)), e.outvals) for e in self.body.equations
+                e
+                if sub.keys().isdisjoint(e.reads)
+                else Equation(e.eqn, tuple(map(new, e.invals)), e.outvals)
+                for e in self.body.equations
             ]
             self.ys = [new(v) for v in self.ys]
             for carry in self.carries:

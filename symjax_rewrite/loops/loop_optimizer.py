@@ -96,7 +96,7 @@ class ImprovedLoops(LoopPass):
             return found.staged() if found.taken else None
 
         search = LoopSearch(
-            program,
+            context.once(Surroundings, program),
             context.device,
             context.rules.passes,
             context.reorders(),
@@ -125,7 +125,7 @@ def before_derivatives(
     if not has_loops(program):
         return closed
     launches = device.loops.steps_are_launches
-    search = LoopSearch(program, device, () if launches else (FUSION,), route=route)
+    search = LoopSearch(Surroundings(program), device, () if launches else (FUSION,), route=route)
     found = [*(search.trees() if trees else ()), *search.loops()]
     parts = [p for c in found if isinstance(c, Candidate) for p in c.parts]
     return rewritten(program, parts) if parts else closed
@@ -141,7 +141,7 @@ class LoopSearch:
 
     def __init__(
         self,
-        program: Program,
+        around: Surroundings,
         device: Device,
         passes: Collection[str],
         reorders: bool = True,
@@ -149,9 +149,8 @@ class LoopSearch:
         route: Callable[[Loop], Routed] | None = None,
         light: bool = False,
     ) -> None:
-        self.program, self.device, self.passes = program, device, passes
+        self.around, self.program, self.device, self.passes = around, around.program, device, passes
         self.reorders, self.optimise, self.route, self.light = reorders, optimise, route, light
-        self.around = Surroundings(program)
 
     def every(self) -> Iterator[Found]:
         """Yield candidates and refusals for trees, equal steps, pairs of loops, and loops."""
@@ -362,7 +361,7 @@ class LoopSearch:
         """
         avals = [self.program.avals[v] for v in numbers(part.reads)]
         rest = flatten(jax_internals.make_avals_jaxpr(part.fun, avals))
-        found = [*LoopSearch(rest, self.device, (), route=self.route).loops()]
+        found = [*LoopSearch(Surroundings(rest), self.device, (), route=self.route).loops()]
         taken = [c for c in found if isinstance(c, Candidate)]
         if found:
             reasons = [r.reason for r in found if isinstance(r, Refusal)]

@@ -144,18 +144,20 @@ def _as_numbers(base: Any, ndim: int, dtype: Any) -> Any:
     return base.astype(dtype) if jnp.issubdtype(base.dtype, jnp.integer) else base
 
 
-def monoid_fold(loop: Loop, carries: set[int]) -> MonoidFold | None:
-    """Return carries as monoids if all of them are, and depend on each other alone."""
-    level = loop.levels()
+def monoid_fold(loop: Loop, carries: set[int], level: dict[int, int]) -> MonoidFold | None:
+    """Return carries as monoids if all of them are, and depend on each other alone.
+
+    level: of each value (`Loop.levels`).
+    """
     equations = [e for e in loop.body.equations if level[e.outvals[0]] == 2]
-    plain = all(len(e.outvals) == 1 and not e.eqn.effects for e in equations)
-    read = [loop.body.avals[v] for e in equations for v in e.reads]
-    if any(jax_internals.is_key(a) for a in read):
+    if not carries or len(equations) > MOST_EQUATIONS:
         return None
-    if not carries or not plain or len(equations) > MOST_EQUATIONS:
+    if any(len(e.outvals) > 1 or e.eqn.effects for e in equations):
+        return None
+    if any(jax_internals.is_key(loop.body.avals[v]) for e in equations for v in e.reads):
         return None
     for count in (None, *_counts(loop)):
-        found = _CarryReader(loop, carries, count).fold()
+        found = _CarryReader(loop, carries, count, level).fold()
         if found is not None:
             return found
     return None
@@ -173,10 +175,11 @@ def _counts(loop: Loop) -> Iterator[Count]:
 class _CarryReader:
     """Reader of the carries of a loop as monoids, with one counter as a count."""
 
-    def __init__(self, loop: Loop, carries: set[int], count: Count | None) -> None:
-        self.loop, self.carries, self.count = loop, carries, count
+    def __init__(
+        self, loop: Loop, carries: set[int], count: Count | None, level: dict[int, int]
+    ) -> None:
+        self.loop, self.carries, self.count, self.level = loop, carries, count, level
         self.sampler, self.body = Sampler(), loop.body
-        level = self.level = loop.levels()
         self.equations = [e for e in self.body.equations if level[e.outvals[0]] == 2]
         if count is not None:
             self.equations = [*self._of_counter(count.value, level), *self.equations]

@@ -53,7 +53,7 @@ class PairedSteps(LoopPass):
             return
         loops = context.device.loops
         sinkable = Sinkable(program, loops.least_unwritten_bytes)
-        for around, there, back in loop_pairs(program):
+        for around, there, back in loop_pairs(program, context):
             length, pair = there.eqn.params["length"], _Pair(there, back, around, sinkable)
             if not isinstance(length, int) or pair.hidden_bytes < loops.least_unwritten_bytes:
                 continue

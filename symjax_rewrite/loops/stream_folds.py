@@ -135,12 +135,14 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
         return None
     if any(e.eqn.effects or not e.outvals for e in loop.body.equations):
         return None
+    if not _may_gain(loop, device) and not any(e.name in _SELECTIONS for e in loop.body.equations):
+        return None
     reader = _FoldReader(loop)
     selections = list(reader.selections())
     others = {*range(len(loop.carries))} - {j.carry for f in selections for j in f.joins}
     if not selections and not _may_gain(loop, device):
         return None
-    monoids = monoid_fold(loop, others) if others else None
+    monoids = monoid_fold(loop, others, reader.level) if others else None
     if others and monoids is None:
         return None
     added = monoids.equations if monoids is not None else ()

@@ -10,6 +10,7 @@ segments. Cofactors of zeros are not read, as for labels and masks (README, Nume
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,8 +136,8 @@ class _Finder:
 
     least: minimum number of elements of a class. share: minimum ratio between the terms of a sum
     and the summed terms; product_share: of a product of matrices. supports: for classes that are
-    zero at the zeros of a sparse class, the sparse class over their indices. given: classes that
-    are elementwise in inputs. cuts: slices already built.
+    zero at the zeros of a sparse class, the sparse class over their indices. cuts: slices already
+    built.
     """
 
     def __init__(self, t: TermGraph, need: Needed, least: int, folds: FoldFacts) -> None:
@@ -145,13 +146,10 @@ class _Finder:
         self.cuts: dict[tuple, Ref] = {}
         self.sources = {cls: s for cls in need.order if (s := self._sparse(cls)) is not None}
         self.supports: dict[int, Ref] = {}
-        self.given: set[int] = set()
         for cls in need.order if self.sources else ():
             held = self._support(cls)
             if held is not None:
                 self.supports[cls] = held
-            if self._is_given(cls):
-                self.given.add(cls)
 
     def _sparse(self, cls: int) -> Sparse | None:
         """Return a class as one that is zero except at some places, or None."""
@@ -289,12 +287,16 @@ class _Finder:
             for a in node_of(self.g, cls).args
         )
 
-    def _is_given(self, cls: int) -> bool:
-        """Return True if a class is elementwise in inputs, once this is known for its operands."""
-        node = node_of(self.g, cls)
-        if node.op == op.LEAF or is_test_like(self.g, cls):
-            return True
-        return is_elementwise(node) and all(a.cls in self.given for a in node.args)
+    @functools.cached_property
+    def given(self) -> set[int]:
+        """Return the classes that are elementwise in inputs."""
+        found: set[int] = set()
+        for cls in self.need.order:
+            node = node_of(self.g, cls)
+            is_mine = is_elementwise(node) and all(a.cls in found for a in node.args)
+            if is_mine or node.op == op.LEAF or is_test_like(self.g, cls):
+                found.add(cls)
+        return found
 
 
 class SparseReductions:
