@@ -122,11 +122,15 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     least = {str(loop.body.avals[v].dtype) for v in moving}
     known = Degree()
     for e in loop.body.equations:
-        if degrees.keys().isdisjoint(e.reads):
+        found = [degrees[v] for v in e.reads if v in degrees]
+        if not found:
             continue
-        operands = [degrees.get(v, known) if type(v) is int else known for v in e.invals]
-        other = next((d for d in operands if d.kind == OTHER), None)
-        degrees.update(dict.fromkeys(e.outvals, other or _degree(e, operands, least)))
+        degree = next((d for d in found if d.kind == OTHER), None)
+        if degree is None:
+            operands = [degrees.get(v, known) if type(v) is int else known for v in e.invals]
+            degree = _degree(e, operands, least)
+        for v in e.outvals:
+            degrees[v] = degree
     return degrees
 
 

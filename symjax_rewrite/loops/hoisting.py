@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.cost.equation_cost import PLAIN, aval_bytes, equation_seconds
 from symjax_rewrite.ir.dataflow import cone, dependents, live, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.indexing_primitives import ROWS
@@ -67,6 +67,8 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     """Return True if an equation is expensive enough to move."""
     if eqn.primitive.name in HEAVY:
         return True
+    if eqn.primitive.name in PLAIN:
+        return False
     return any(is_heavy(e) for body in jax_internals.bodies(eqn) for e in body.jaxpr.eqns)
 
 

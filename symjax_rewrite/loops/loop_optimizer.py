@@ -385,9 +385,11 @@ def _may_reorder(loop: Loop, device: Device) -> bool:
     """
     equations = [e.eqn for e in loop.body.equations]
     heavy = [e for e in equations if is_heavy(e) and not jax_internals.bodies(e)]
+    if len(heavy) < 2:
+        return False
     work = sum(work_seconds(e, device) for e in heavy)
     whole = sum(equation_seconds(e, device) for e in equations)
-    return len(heavy) > 1 and margins.gains_share(work, whole, "program", device)
+    return margins.gains_share(work, whole, "program", device)
 
 
 def _routed(
