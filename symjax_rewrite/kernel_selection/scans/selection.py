@@ -9,16 +9,11 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.kernel_selection.scans.affine_scan import (
-    BY_ENTRY,
-    ScanKernel,
-    is_equated,
-    remade_scan,
-    scan_of,
-)
+from symjax_rewrite.kernel_selection.scans.affine_scan import remade_scan, scan_of
 from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
+from symjax_rewrite.kernel_selection.scans.scan_builder import BY_ENTRY, ScanKernel, is_equated
 from symjax_rewrite.kernel_selection.scans.totals import with_totals
 from symjax_rewrite.loops.carry_dependence import MAX_PLUS, NAMES, Group, describe, groups_of
 from symjax_rewrite.loops.loop import Loop, Source

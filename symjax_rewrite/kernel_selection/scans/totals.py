@@ -13,8 +13,8 @@ from typing import Any
 from jax import lax
 
 from symjax_rewrite.ir.dataflow import makers_of, numbers
-from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
+from symjax_rewrite.kernel_selection.scans.scan_builder import ScanKernel
 from symjax_rewrite.loops.loop import Carry
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.spec import readout_axes

@@ -11,7 +11,7 @@ from jax import lax
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
-from symjax_rewrite.kernel_selection.scans import affine_scan
+from symjax_rewrite.kernel_selection.scans import scan_builder
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
 from tests.profiles import changed
 from tests.programs import assert_close
@@ -273,7 +273,7 @@ def test_gradients_run_as_kernels_for_a_gpu(
 
     readouts: list[list[tuple[str, ...]]] = []
     totals: list[int] = []
-    monkeypatch.setattr(affine_scan, "scan", interpreted)
+    monkeypatch.setattr(scan_builder, "scan", interpreted)
     small = changed(DEVICES["h200"], loops={"least_unwritten_bytes": 1})
     monkeypatch.setitem(DEVICES, "h200", small)
     x, dt, b, c = (jnp.stack([v, v[::-1]], 1) for v in (X, DT, B, C))

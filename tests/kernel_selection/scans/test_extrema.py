@@ -11,7 +11,7 @@ from jax import lax
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
-from symjax_rewrite.kernel_selection.scans import affine_scan
+from symjax_rewrite.kernel_selection.scans import scan_builder
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
 from tests.profiles import changed
 from tests.programs import assert_close
@@ -43,7 +43,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return scan_triton(spec, *operands, interpret=True)
 
     kinds: list[str] = []
-    monkeypatch.setattr(affine_scan, "scan", run)
+    monkeypatch.setattr(scan_builder, "scan", run)
     small = changed(DEVICES["h200"], loops={"least_unwritten_bytes": 1})
     monkeypatch.setitem(DEVICES, "h200", small)
     return kinds

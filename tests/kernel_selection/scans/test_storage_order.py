@@ -12,7 +12,7 @@ from jax import lax
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
-from symjax_rewrite.kernel_selection.scans import affine_scan
+from symjax_rewrite.kernel_selection.scans import scan_builder
 from symjax_rewrite.pallas_kernels.scan.spec import result_axes
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
 from tests.profiles import changed
@@ -104,7 +104,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return scan_triton(spec, *operands, interpret=True)
 
     made: list[Any] = []
-    monkeypatch.setattr(affine_scan, "scan", interpreted)
+    monkeypatch.setattr(scan_builder, "scan", interpreted)
     small = changed(DEVICES["h200"], loops={"least_unwritten_bytes": 1})
     monkeypatch.setitem(DEVICES, "h200", small)
     return made
