@@ -26,6 +26,7 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     multiplies_slots,
     opener,
 )
+from symjax_rewrite.loops.carry_dependence import holds
 from symjax_rewrite.pallas_kernels.norm.spec import RowSums
 
 CENTRE, SUM, SQUARES = "centre", "sum", "squares"
@@ -109,7 +110,8 @@ class ProgramBuilder(StepProgram):
         args = [self.row(over(ref, a)) for a in node.args]
         if node.op == ADD and len(args) == 1 and self._is_mean(node, args[0]):
             return self.add(CENTRE, None)
-        if is_float_cast(self.g, ref.cls) and self.is_of_mean(args[0]):
+        stored = self.g.classes[as_stored(self.g, self.x).cls].dtype
+        if is_float_cast(self.g, ref.cls) and self.is_of_mean(args[0]) and holds(dtype, stored):
             return args[0]  # `x.mean()` rounds to the dtype of x; the kernel holds it in f32
         return self.apply(node, args, dtype)
 

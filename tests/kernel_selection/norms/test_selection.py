@@ -158,6 +158,12 @@ def group_norm(x):
     return y.reshape(M, K)
 
 
+def rounded_mean(x):
+    mean = (x + 300).mean(-1, keepdims=True).astype(jnp.bfloat16).astype(x.dtype)
+    c = (x + 300) - mean
+    return (c / jnp.sqrt((c**2).mean(-1, keepdims=True) + 1e-5)) @ W
+
+
 DECLINED = {
     "nonlinearity": (lambda x: jax.nn.silu(rms(x)) @ W, "nonlinearity"),
     "tanh": (lambda x: jnp.tanh(layer(x)) @ W, "nonlinearity"),
@@ -165,6 +171,7 @@ DECLINED = {
     "batch": (lambda x: ((x - x.mean(0)) / x.std(0)) @ W, "axis that stays"),
     "result": (lambda x: (rms(x), rms(x) @ W), "itself a result"),
     "added": (lambda x: (rms(x) + jnp.sin(x)) @ W, "another value is added"),
+    "rounded mean": (rounded_mean, "not the mean"),
     "two scales": (
         lambda x: (x * jnp.exp(x[:, :1]) + x * jnp.exp(x[:, 1:2])) @ W,
         "two row scales",
