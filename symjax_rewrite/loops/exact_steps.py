@@ -158,7 +158,7 @@ class Sampler:
             raise Undecided
         if plain.dtype.kind == "b":
             return np.full(full, bool(plain))
-        x = float(plain)
+        x = int(plain) if plain.dtype.kind in "iu" else float(plain)
         if math.isnan(x):
             raise Undecided
         if math.isinf(x):
