@@ -76,7 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tests need; leave out sweeps and what is not of this share; put gates first.
+    """Mark tests by their needs; leave out sweeps and other shares; put gates first.
 
     Parameters of a test are shared in turn, and so are tests without parameters of a file. Slow
     tests are not shared: they run at one end of the support range. Nor are tests with a condition,
@@ -115,13 +115,13 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def collect() -> None:
-    """Collect garbage; what is left, caches for the most part, is not walked again."""
+    """Collect garbage; objects that are left, mostly caches, are not walked again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A `gpu` test says what it would take to run it."""
+    """Skip `gpu` tests where there is none, with the command that runs them."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu")
 

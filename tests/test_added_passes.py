@@ -183,7 +183,7 @@ def test_plan_replays_a_pass() -> None:
 
 
 class Wrong:
-    """Replaces the first sin by what `fun` makes of its operand."""
+    """Replaces the first sin by `fun` of its operand."""
 
     name = "wrong"
 
@@ -205,7 +205,7 @@ def test_bisect_names_a_pass() -> None:
 
 
 class Proposes:
-    """Yields what it is given."""
+    """Yields given findings."""
 
     name = "proposes"
 

@@ -1,4 +1,4 @@
-"""`python -m symjax_rewrite`: what it prints, and that bad input gives a line and an exit code."""
+"""`python -m symjax_rewrite`: its output, and for bad input a line and an exit code."""
 
 import io
 import json

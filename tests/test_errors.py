@@ -1,4 +1,4 @@
-"""Bad input: each error names the argument or the line, and what to do."""
+"""Bad input: each error names the argument or the line, and a remedy."""
 
 import dataclasses
 import re
@@ -54,7 +54,7 @@ def _prepared(**values):
     return sym_optimize(lora, frozen=("w", "a", "b")).prepare(**values)
 
 
-call: Any = sym_optimize  # for what a type checker refuses too
+call: Any = sym_optimize  # for calls that a type checker refuses too
 FOREIGN = {"format": 1, "program": "0" * 16, "regions": []}
 REFUSED = {
     "no function": (lambda: call(3), errors.UsageError, "int"),

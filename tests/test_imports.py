@@ -1,4 +1,4 @@
-"""Importing the package: what it shows, and what it does not load."""
+"""Importing the package: its public names, and the modules that it does not load."""
 
 import os
 import subprocess

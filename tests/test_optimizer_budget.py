@@ -85,7 +85,7 @@ def test_the_budget_holds(name):
     assert "clock" not in report.stop
     if report.rules or any(route.taken for route in report.routes):
         np.testing.assert_allclose(g(*args), jax.jit(f)(*args), rtol=2e-3, atol=1e-4)
-    else:  # then it is what was written, equation for equation
+    else:  # then it is the program as written, equation for equation
         inner = g.trace(*args).jaxpr
         if [e.primitive.name for e in inner.jaxpr.eqns] == ["sym_call"]:  # for its gradient
             inner = inner.jaxpr.eqns[0].params["call_jaxpr"]

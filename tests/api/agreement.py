@@ -12,7 +12,7 @@ Fun = Callable[..., jax.Array]
 
 @dataclass(frozen=True)
 class Case:
-    """A program, what it may be rewritten to, and what it may not.
+    """A program, with the rewrites that it may and may not get.
 
     shapes: of its arguments where a result has about that many entries.
     """

@@ -35,13 +35,13 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def taken(trial: Trial) -> set[str]:
-    """Names of what is done in a program."""
+    """Return the names of the rules and kernels of a program."""
     result = trial.result
     return {u.name for u in result.routes if u.taken} | result.rules.keys()
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> list[list[set[str]]]:
-    """Let programs take as long as `seconds` says of what is done in them; return what is timed."""
+    """Let `seconds` of a program's rules and kernels be its time; return the timed programs."""
     measured: list[list[set[str]]] = []
 
     def samples(trials: Mapping[str, Trial], closed: Any) -> dict[str, list[float]]:
@@ -54,7 +54,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> list[list[set[st
 
 
 def tune(fun: Any = several, specs: Any = SPECS, **settings: Any) -> tuple[Any, RouteUse, set[str]]:
-    """The report of a tuned function, its entry of `tune`, and what is done."""
+    """Return the report of a tuned function, its entry of `tune`, and its rules and kernels."""
     report = sym_optimize(fun, tune=True, **settings).explain(*specs)
     (use,) = (r for r in report.routes if r.name == "tune")
     names = {u.name for u in report.routes if u.taken and u.name != "tune"}

@@ -148,7 +148,7 @@ def test_no_more_is_kept_than_by_plain_reverse_mode(name):
 
 
 def test_results_do_not_wait_for_cotangents(one_device):
-    """One fold could compute a result together with what reads its cotangent: it may not."""
+    """One fold may not compute a result together with values that read its cotangent."""
     x, m = normal(1024, 3), normal(1024)
     value, pullback = jax.vjp(sym_optimize(energy), x, m)
     assert max(x.size for x in jax.tree.leaves(pullback)) < 1024 * 1024
@@ -178,7 +178,7 @@ def test_a_plan_is_of_the_function_alone():
 
 
 def test_gradients_under_vmap_share_residuals():
-    """Both halves are batched as they run: what one keeps is what the other reads."""
+    """Both halves are batched as they run, so that one keeps the residuals that the other reads."""
     f = lambda w, x: jnp.sum(jnp.sin(attend(x, x @ w, x)))  # noqa: E731
     w, xs = normal(16, 16), normal(3, 64, 16)
     for kernels in ("auto", "always"):

@@ -1,4 +1,4 @@
-"""Frozen arguments: what depends on them alone is computed once."""
+"""Frozen arguments: values that depend on them alone are computed once."""
 
 import gc
 import pickle

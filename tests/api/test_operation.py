@@ -194,7 +194,7 @@ def test_no_collectives_are_added(spec):
         return sorted(COLLECTIVES.findall(text or ""))
 
     assert count(sym_optimize(attention)) == count(attention)
-    assert count(sym_optimize(attention, kernels="xla")) != count(attention)  # what it avoids
+    assert count(sym_optimize(attention, kernels="xla")) != count(attention)  # avoided
 
 
 def test_collector_of_garbage_rests_during_optimisation_and_runs_after_it():

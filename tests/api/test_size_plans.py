@@ -98,7 +98,7 @@ def test_another_program_at_one_size_is_optimised_by_itself(runs):
     for n in (3, 4, 5):
         x = jnp.ones((n, 8))
         np.testing.assert_allclose(f(x), by_length(x), rtol=1e-5)
-    assert f.explain(jnp.ones((4, 8))).before.flops == 2 * 2 * 4 * 4 * 8  # what runs there
+    assert f.explain(jnp.ones((4, 8))).before.flops == 2 * 2 * 4 * 4 * 8  # of the one that runs
 
 
 def lora(x, w, a, b):

@@ -1,4 +1,4 @@
-"""The door: what `sym_optimize` takes, keeps, gives and refuses."""
+"""`sym_optimize`: its arguments, its result, and their errors."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 ROOT = Path(__file__).parents[2]
 
 
-# What it takes.
+# Arguments.
 
 TAKEN = {
     "plain": lambda: sym_optimize(lora),
@@ -104,7 +104,7 @@ def test_donation_is_lifted():
     assert x.is_deleted()
 
 
-# What it gives.
+# Results.
 
 
 def test_result_is_a_jit_object():
@@ -134,7 +134,7 @@ def total(x):
 )
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrapper_of_a_jit_object_is_run_itself(name, made):
-    """`functools.wraps` copies the attributes by which a `jax.jit` object says what it jits."""
+    """`functools.wraps` copies the attributes in which a `jax.jit` object holds its function."""
     want, wrapped = (WRAPPERS[name](f) for f in (total, made(total)))
     for f in (sym_optimize(wrapped), sym_optimize(jax.jit(wrapped))):
         np.testing.assert_allclose(f(M), want(M), 1e-5, 1e-5)

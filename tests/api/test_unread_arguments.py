@@ -1,4 +1,4 @@
-"""Arguments that the emitted program does not read are no parameters of what is compiled."""
+"""Arguments that the emitted program does not read are no parameters of the compiled program."""
 
 import re
 from typing import Any

@@ -297,7 +297,7 @@ def test_parts_add_up_to_the_program(name: str) -> None:
 
 
 def test_every_pass_has_a_property_or_is_a_search() -> None:
-    """A kernel's record is joined with what it uses by this table."""
+    """This table gives the record of a kernel its properties."""
     named_by_rules = {"algebra", *OF_LOOPS, *TRANSFORMATIONS}
     assert {p.name for p in PASSES} - named_by_rules <= set(USES)
 

@@ -1,4 +1,4 @@
-"""`guard`: what it refuses, which line and form it names, and what it lets pass."""
+"""`guard`: the programs that it refuses, with line and form, and those that pass."""
 
 from typing import Any
 

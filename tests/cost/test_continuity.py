@@ -91,7 +91,7 @@ KERNEL_CUTS = {
 
 
 class Price(NamedTuple):
-    """Seconds as written, and with every candidate taken; what was taken."""
+    """Seconds as written, and with every candidate taken; the candidates."""
 
     written: float
     rewritten: float

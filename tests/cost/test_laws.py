@@ -1,4 +1,4 @@
-"""Laws of prices: what a program spends beside arithmetic and traffic, and what costs nothing."""
+"""Laws of prices: costs beside arithmetic and traffic, and operations without a cost."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rates, thresholds and margins stand in `cost/` alone, and every figure there says what it is."""
+"""Rates, thresholds and margins stand in `cost/` alone, each with unit, meaning and source."""
 
 import ast
 import dataclasses
@@ -199,7 +199,7 @@ ASK_FOR_BACKEND = {
     "pallas_kernels.fold.cudnn",
     "pallas_kernels.norm.tiling",
 }
-DECIDE = ("reports.program_cost", "reports.builder")  # the other reports show what was decided
+DECIDE = ("reports.program_cost", "reports.builder")  # the other reports show decisions
 OUTSIDE = {
     name.removeprefix(f"{PACKAGE}."): path
     for name, path in MODULES.items()

@@ -101,7 +101,7 @@ def test_parts_are_removed_and_sizes_halved() -> None:
 
 
 def test_shrinking_keeps_a_slow_program_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow is what multiplies by a mask and has 100 rows; nothing else is left."""
+    """Programs that multiply by a mask of 100 rows are slow; nothing else is left."""
 
     def measure(function: Any, specs: Any, arguments: Any, *_: Any, **__: Any) -> dict[str, Any]:
         text = str(jax.make_jaxpr(function)(*arguments))

@@ -1,4 +1,4 @@
-"""Index values out of range read what the written program reads, in every mode and dtype."""
+"""Index values out of range read the same as in the written program, in every mode and dtype."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Step programs: equal steps are one, roots keep what they need, keys tell programs apart."""
+"""Step programs: equal steps are one, roots keep their operands, keys tell programs apart."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Index terms mean what the equations mean that they are read from."""
+"""Index terms have the values of the equations that they are read from."""
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def test_indices_that_wrap_are_no_indices(dtype):
 
 
 def test_residuals_of_platform_branches_are_not_merged():
-    """A gradient through `jnp.diag` read what another platform would have saved (wrong value)."""
+    """A gradient through `jnp.diag` read the residual of another platform (wrong value)."""
     agree(lambda a, b: jnp.diag(a @ b), (3, 1), (1, 3), transform="in_grad")
     agree(lambda a, b: jnp.diag(a @ b), (3, 3), (3, 3), transform="grad")
 

@@ -1,4 +1,4 @@
-"""Kernels that are recognised only in what the rules made of a program."""
+"""Kernels that are recognised only after rules have rewritten the program."""
 
 from collections.abc import Callable
 from typing import Any

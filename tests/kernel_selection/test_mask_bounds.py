@@ -60,7 +60,7 @@ def two_fills(s):
     return jnp.where(col() <= row(), jnp.where(col() > row() - 8, s, LEAST), -INF)
 
 
-# what a mask is called, how it is written, and the range it is
+# masks by name: the program, and the range of columns
 MASKS = {
     "tril": (lambda s: jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -INF), Band(None, 0)),
     "array": (lambda s: jnp.where(TRIL, s, -INF), Band(None, 0)),

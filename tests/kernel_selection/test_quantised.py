@@ -1,4 +1,4 @@
-"""A kernel keeps what a program loses by a cast to 8 bits."""
+"""A kernel rounds wherever the program casts to 8 bits."""
 
 import functools
 from typing import Any

@@ -211,7 +211,7 @@ def test_factors_without_gradient_get_none() -> None:
 
 
 def test_intermediate_values_with_readers_are_results() -> None:
-    """A value inside the tree, or inside what goes back over it, is a result too."""
+    """A value inside the tree, or inside its backward pass, is a result too."""
     gradient = jax.grad(every, argnums=(0, 1))
     closed, _ = jax_internals.make_jaxpr(gradient, *arrays(8))
     program = flatten(jax_internals.without_dead(closed))

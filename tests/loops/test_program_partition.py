@@ -1,4 +1,4 @@
-"""Programs cut in two: what is kept is the least that gives the rest."""
+"""Programs cut in two: the kept values are the fewest bytes that the rest needs."""
 
 import jax
 import jax.numpy as jnp

@@ -32,7 +32,7 @@ def lower(jitted: Any, avals: Sequence[Any], platform: str = "cuda", kind: str =
 
 
 def described(kind: str) -> Any:
-    """A context in which what is traced knows the GPU that it is for."""
+    """Return a context in which traces know the GPU that they are for."""
     cores = int(re.findall(r"core_count: (\d+)", target(kind))[0])
     device = AbstractDevice(device_kind=f"NVIDIA {kind}", num_cores=cores, platform="cuda")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device))

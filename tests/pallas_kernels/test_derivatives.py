@@ -1,4 +1,4 @@
-"""Every derivative of every kernel: what its definition in plain JAX has, on every device."""
+"""Every derivative of every kernel is that of its definition in plain JAX, on every device."""
 
 import jax
 import jax.numpy as jnp

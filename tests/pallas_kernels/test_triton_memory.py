@@ -1,7 +1,7 @@
 """Kernels on GPUs with 99 KB of shared memory for a block (L4, A10, L40S, GeForce): smaller blocks.
 
-What a kernel is predicted to ask for is compared with what the compiler asks for, on an L4 and on
-an H200; the compiles need the CUDA compiler (`gpu_compiler.py`), no GPU.
+The predicted shared memory of a kernel is compared with the compiler's, on an L4 and on an H200;
+the compiles need the CUDA compiler (`gpu_compiler.py`), no GPU.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def test_attention_as_written_compiles_for_an_l4(compile_l4, one_device):
     assert "1024,1024" not in text
 
 
-# What follows compiles nothing.
+# The tests below compile nothing.
 
 
 def test_the_gpu_is_that_of_the_mesh(described):

@@ -1,4 +1,4 @@
-"""`prove_equal`: what it proves, what it never proves, and what its verdicts say."""
+"""`prove_equal`: functions that it proves equal, functions that it never does, and its verdicts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Programs in index notation, and the derivations of what rules did to them."""
+"""Programs in index notation, and the derivations of their rewritten forms."""
 
 import json
 import pickle

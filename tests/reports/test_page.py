@@ -1,4 +1,4 @@
-"""Pages: well-formed, self-contained, scoped, small; their parts say what the record says."""
+"""Pages: well-formed, self-contained, scoped, small; their parts agree with the record."""
 
 import re
 from html.parser import HTMLParser

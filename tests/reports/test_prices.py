@@ -1,4 +1,4 @@
-"""No report says a number that a count of what really runs contradicts."""
+"""The numbers of reports agree with counts of the operations that run."""
 
 import json
 import math
@@ -64,7 +64,7 @@ class Counting(Machine):
 
 
 def ends_bytes(closed):
-    """Bytes of all inputs and outputs: what any form of the program moves at least."""
+    """Bytes of all inputs and outputs, which any form of the program moves at least."""
     avals = [v.aval for v in (*closed.jaxpr.invars, *closed.jaxpr.outvars)]
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 

@@ -1,4 +1,4 @@
-"""The programs of published benchmarks, and what people write that hides a structure.
+"""The programs of published benchmarks, and programs that hide a structure.
 
 Sankaran et al. 2022, "Benchmarking the linear algebra awareness of TensorFlow and PyTorch".
 """

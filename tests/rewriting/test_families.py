@@ -1,4 +1,4 @@
-"""Every family is found in every spelling; what is emitted has the same value and is best.
+"""Every family is found in every spelling; the emitted program has the same value and is best.
 
 Nothing is compiled: FLOPs come from the report, values from both jaxprs, evaluated by NumPy.
 """

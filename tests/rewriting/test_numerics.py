@@ -119,7 +119,7 @@ def test_weights_of_float16_are_not_summed():
 
 
 def test_results_of_literals_stay_weak():
-    """A literal that is staged out again is not weak, and neither was what is made of it."""
+    """A literal that is staged out again is not weak, and neither were values computed from it."""
 
     def f(x, t):
         return jax.jvp(lambda x: jnp.full((3, 4), x) @ jnp.full((4, 2), 2.0), (x,), (t,))

@@ -1,4 +1,4 @@
-"""Routes: which programs a pattern matches, what the kernel gets, and why it is not called."""
+"""Routes: programs that a pattern matches, the kernel's operands, and refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -243,7 +243,7 @@ MALFORMED = {
         "has the name"),
 }  # fmt: skip
 
-call: Any = route  # for what a type checker refuses too
+call: Any = route  # for calls that a type checker refuses too
 
 
 def explained(mine: Any) -> Any:

@@ -42,13 +42,13 @@ def test_class_that_is_a_product_of_its_own_product():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, jnp.int32])
 def test_nothing_is_kept_because_of_an_error(dtype):
-    """The names above fail loudly, not by falling back to what was written."""
+    """The names above fail loudly, not by falling back to the program as written."""
     x = jnp.ones((8, 4), dtype)
     sym_optimize(lambda x: x @ (x.T @ x + (x.T @ x).T), on_unsupported="error")(x)
 
 
 def test_a_constant_term_of_a_sum_is_counted():
-    """Σ c + y·Σ c = (n + n·y)·c: the count of what was left without factors was lost."""
+    """Σ c + y·Σ c = (n + n·y)·c: the count of a term without factors was lost."""
 
     def f(x):
         ones = jnp.full((2, 3), 0.5, jnp.float32)

@@ -62,7 +62,7 @@ def test_all_rules_together(specimen):
             assert differences(forms, avals, samples) == []
 
 
-# What follows shows that the checks above can fail.
+# The tests below show that the checks above can fail.
 
 
 def _no_property(ctx, cls, node):

@@ -1,4 +1,4 @@
-"""Folding and merging with frozen arguments: what is left to do after `.prepare`."""
+"""Folding and merging with frozen arguments: the operations left after `.prepare`."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The law that an axiom states is what the axiom does."""
+"""An axiom does what its law states."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_every_law_is_evaluated_from_its_text():
         assert all(side.text for side in a.sides)
 
 
-# What follows shows that the check can fail.
+# The tests below show that the check can fail.
 
 WRONG = {
     "sides that differ": (

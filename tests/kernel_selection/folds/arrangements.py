@@ -1,4 +1,4 @@
-"""Attention by layout, scale, cast and what stands around it: the second half of the table."""
+"""Attention by layout, scale, cast and surroundings: the second half of the table."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Programs that reduce pairwise terms, as people write them; sizes no block covers whole.
 
-`FOLDS` name what must become folds, with the elements of its pairwise term; `LEFT` what must not,
-with a part of the reason the report gives.
+`FOLDS` must become folds; each has the elements of its pairwise term. `LEFT` must not; each has a
+part of the reason in the report.
 """
 
 from collections.abc import Callable
@@ -406,7 +406,7 @@ def _folds() -> list[Program]:
 FOLDS = _folds()
 
 
-# ---------------------------------------------------------------- what stays as it is
+# ---------------------------------------------------------------- programs that stay as written
 
 
 def scores_returned(x, y):

@@ -1,4 +1,4 @@
-"""Attention around its fold: what is computed beside it, and where it stays as it is written."""
+"""Attention: operations beside its fold, and programs that stay as written."""
 
 import jax
 import jax.numpy as jnp

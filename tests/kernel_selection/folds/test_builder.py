@@ -35,7 +35,7 @@ def test_internal_values_of_a_fold_have_no_other_reader():
 
 
 def test_pairs_that_a_fold_reads_whole_are_made():
-    """A fold did not give what only pairs read, and another fold read these pairs (ValueError)."""
+    """A fold did not give values that only pairs read; another fold read them (ValueError)."""
 
     def f(q, k, v):
         s = q @ k.T

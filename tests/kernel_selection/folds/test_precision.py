@@ -56,7 +56,7 @@ def spread(q, k, v, bias):
 
 
 def deviations(q, k, v, bias):
-    """Sums over columns of what row values are subtracted from."""
+    """Sums over columns of terms less row values."""
     scores = jnp.tanh(q @ k.T / 4 + bias)
     return jnp.abs(scores - scores.mean(-1, keepdims=True)) @ v
 

@@ -1,4 +1,4 @@
-"""Decisions by the price of a fold on the CPU, against what XLA's compiler makes of the program."""
+"""Decisions by the price of a fold on the CPU, against the program that XLA's compiler makes."""
 
 import jax
 import jax.numpy as jnp

@@ -481,7 +481,7 @@ def test_f16_weights_are_not_scaled():
 
 
 def test_second_centring_subtracts_the_rounding_of_the_mean():
-    """A sum of centred values was taken for 0, and the far rows of x multiplied what it was."""
+    """A sum of centred values was taken for 0; far rows of x multiplied its rounding error."""
     x, w = (np.asarray(a + draw(s), np.float32) for a, s in ((1e4, (7, 6)), (1, (6, 6))))
     mode = Mode("in_second", "model", kernels="always")
     assert check_function(lambda x, w: jnp.var(x @ w, 0), [x, w], mode) == "equal"
@@ -502,7 +502,7 @@ def test_the_mean_of_half_precision_is_held_in_f32():
 
 
 def test_centred_values_whose_rounding_is_read_are_stored():
-    """The kernel rounds a mean of its own: far rows multiplied what the two means differ by."""
+    """The kernel rounds a mean of its own: far rows multiplied the difference of both means."""
 
     def f(x, w):
         y = x @ w

@@ -41,7 +41,7 @@ def network_after(carry, x):
 
 
 def between(carry, x):
-    """A network before and one after; products of what is given."""
+    """A network before and one after; products of the sources."""
     g, h = carry
     last, g = g, jnp.tanh(g + x @ W)
     h = jax.nn.sigmoid(g)[:, None] * h + last[:, None]

@@ -1,4 +1,4 @@
-"""Loops with matrix states: how they are read, what is left, and their chunked form."""
+"""Loops with matrix states: their reading, loops that stay, and their chunked form."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,7 +131,7 @@ def turned_result(q, k, v, w):
 
 
 def two_layers(q, k, v, w):
-    """The second layer reads what the first gives at the same step."""
+    """The second layer reads the result of the first at the same step."""
 
     def step(carry, x):
         (S, T, h), (q, k, v) = carry, x

@@ -31,7 +31,7 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A fold, how its operands are made, and what it must give, flat and in f64."""
+    """A fold, the draw of its operands, and its results, flat and in f64."""
 
     name: str
     spec: FoldSpec

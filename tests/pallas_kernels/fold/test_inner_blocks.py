@@ -1,4 +1,4 @@
-"""Folds with a loop of their own for the blocks inside the band: values, and what is compiled."""
+"""Folds with a loop of their own for the blocks inside the band: values, and the compiled code."""
 
 import importlib.util
 import re

@@ -65,7 +65,7 @@ def _pair(values: Any, t: Any) -> Any:
 
 @dataclass(frozen=True)
 class ScanCase:
-    """A scan, how its operands are made, and what it must give, flat and in f64."""
+    """A scan, the draw of its operands, and its results, flat and in f64."""
 
     name: str
     spec: ScanSpec

@@ -1,4 +1,4 @@
-"""The jax-triton backend of scans: what it refuses, its text, and where it is taken.
+"""The jax-triton backend of scans: its refusals, its text, and where it is taken.
 
 Values and compiled kernels need jax-triton: test_one_pass_compiled.py.
 """
