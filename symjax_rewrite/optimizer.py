@@ -29,7 +29,6 @@ from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body
 from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
@@ -349,7 +348,7 @@ class _Run:
 
 
 def flat(closed: ClosedJaxpr, is_live: bool = False) -> Program:
-    """Return the flat program; dead values of its loops, or of steps like these, are removed.
+    """Return the flat program without dead equations, and without dead values in its loops.
 
     is_live: True if it has none.
     """
@@ -358,12 +357,11 @@ def flat(closed: ClosedJaxpr, is_live: bool = False) -> Program:
     if _calls_loops(closed):
         return flatten(jax_internals.without_dead(closed))
     program = flatten(closed)
-    if has_loops(program):
-        makers = makers_of(program.equations)
-        operands = lambda v: e.reads + tuple(numbers(e.same_as)) if (e := makers.get(v)) else ()  # noqa: E731
-        read = [v for e in program.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
-        live = cone(numbers([*program.outputs, *read]), operands)
-        program.equations = [e for e in program.equations if not live.isdisjoint(e.outvals)]
+    makers = makers_of(program.equations)
+    operands = lambda v: e.reads + tuple(numbers(e.same_as)) if (e := makers.get(v)) else ()  # noqa: E731
+    read = [v for e in program.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
+    live = cone(numbers([*program.outputs, *read]), operands)
+    program.equations = [e for e in program.equations if not live.isdisjoint(e.outvals)]
     return program
 
 

@@ -102,3 +102,9 @@ def test_products_with_transposed_invariants_turn_in_a_body():
 
     report = sym_optimize(descent, device="cpu").explain(*specs((4000, 100), (4000,), (100,)))
     assert [r.name for r in report.rules] == ["orientation"]
+
+
+def test_dead_equations_are_no_part_of_a_program():
+    """A form of a live value read what only they read."""
+    closed = jax.make_jaxpr(lambda x, i: (x[i], x + 1)[1])(jnp.ones(5), 3)
+    assert [e.name for e in optimizer.flat(closed).equations] == ["add"]

@@ -38,6 +38,7 @@ SEEDS = {  # of random programs, and what went wrong
     76003941: "sums of opened terms lost more digits than the program as written, as they may",
     76004229: "a branch that calls a method of the sum of no parts, a number, was no program",
     76010689: "the time to copy an empty array was divided by its size",
+    80020255: "a constant was read from a table that only dead equations read",
     91827369: "a sum was opened inside itself, without end",
 }
 
