@@ -146,11 +146,13 @@ class _TreeBuilder:
     ) -> Tree:
         """Return the part of a tree that is multiplied with the factors of no index.
 
-        It is the smallest part. Of equal parts the first is a factor that another product
-        multiplies with them too: this is computed once. The next is the whole product, whose
-        readers compute the multiplication with their own work.
+        It is the smallest part, but no factor of another dtype: its product would have the dtype of
+        the whole, wider than what matrix units multiply. Of equal parts the first is a factor that
+        another product multiplies with them too: this is computed once. The next is the whole
+        product, whose readers compute the multiplication with their own work.
         """
         g, frozen = self.ctx.g, self.ctx.frozen
+        narrow = lambda part: g.classes[factors[part].cls].dtype != self.dtype  # noqa: E731
         users = [n for k in scalars for _, n in g.uses[factors[k].cls]]
         elementwise = [n for n in users if n.op == CONTRACT and not n.bound]
         partners = {g.find(a).cls for n in elementwise for a in n.args}
@@ -164,7 +166,8 @@ class _TreeBuilder:
             size = 0 if is_frozen and frozen(f.cls) else self._count(masks[part])
             return size, 0 if f.cls in partners else 1 if part is tree else 2
 
-        return min(_parts(tree), key=order)
+        parts = [p for p in _parts(tree) if p is tree or not (isinstance(p, int) and narrow(p))]
+        return min(parts, key=order)
 
     def _kept(self, masks: list[int], inside: int) -> int:
         """Return the indices that a product of some factors is not summed over."""

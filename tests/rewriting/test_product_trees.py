@@ -1,5 +1,7 @@
 """Orders of products: where factors of no index are multiplied."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -41,3 +43,15 @@ def test_a_factor_of_no_index_multiplies_the_smallest_value():
     assert _scaled_elements(sym_optimize(outside), s, a, x) == 1
     got = sym_optimize(inside)(s, a, b, x)
     chex.assert_trees_all_close(got, inside(s, a, b, x), rtol=1e-3, atol=1e-6)
+
+
+def test_a_factor_of_no_index_leaves_factors_narrow():
+    """Matrix units multiply bfloat16; a factor times a float32 number would be float32."""
+    s, *rest = _arrays((), (256, 8), (8, 64), (64, 512))
+    product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    f = lambda s, a, b, c: product(s * product(a, b), c)  # noqa: E731
+    equations = jax_internals.all_equations(
+        jax.make_jaxpr(sym_optimize(f))(s, *[x.astype(jnp.bfloat16) for x in rest])
+    )
+    first = next(e for e in equations if e.primitive.name == "dot_general")
+    assert [str(v.aval) for v in first.invars] == ["bfloat16[8,64]", "bfloat16[64,512]"]
