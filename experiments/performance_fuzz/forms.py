@@ -36,8 +36,8 @@ class Form:
 
     kinds: names of what was taken. stated: (before, after) in seconds, the prices of the forced
     candidate by which it is taken or refused; None if its pass keeps them, or if it is in a loop.
-    written_s, predicted_s: of the program as written and of this form, as its report says; None if
-    it does not know. optimise_s: the optimiser's seconds of all cores, for what was chosen.
+    written_s, predicted_s: of a call of the program as written and of this form, by its report;
+    None if it does not know. optimise_s: the optimiser's seconds of all cores, for what was chosen.
     """
 
     name: str
@@ -124,7 +124,7 @@ def forms_of(closed: Any, most: int = 6) -> list[Form]:
     """
     device = device_profile(None, jax.devices()[0])
     wide = opened(device)
-    plain_s = traffic(closed, device, {}).seconds
+    plain_s = _of_call(traffic(closed, device, {}).seconds, device)
     plain = Form(PLAIN, closed, written_s=plain_s, predicted_s=plain_s)
     start = time.process_time()
     chosen = optimised(closed, device)
@@ -166,6 +166,11 @@ def _form(name: str, result: Result, device: Device, taken: Iterable[Candidate] 
         closed,
         tuple(dict.fromkeys(kinds)),
         stated if priced else None,
-        report.before.seconds,
-        report.after.seconds,
+        _of_call(report.before.seconds, device),
+        _of_call(report.after.seconds, device),
     )
+
+
+def _of_call(seconds: float | None, device: Device) -> float | None:
+    """Return the seconds of a call, which is what is timed, by those of its kernels."""
+    return None if seconds is None else seconds + device.call_s

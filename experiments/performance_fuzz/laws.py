@@ -8,7 +8,7 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 `product_s` and `step_s` of `LoopFacts`. *Pages*: a sum of arrays around the size that the allocator
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
-`feature_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
+`row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
 entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in
 batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features
 with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: products of long matrices

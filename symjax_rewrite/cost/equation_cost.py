@@ -11,7 +11,7 @@ from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.cost.term_cost import itemsize, shape_of
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
@@ -39,11 +39,6 @@ def aval_bytes(aval: Any) -> float:
 
 
 _dtype_name = functools.cache(str)
-
-
-def shape_of(atom: Any) -> tuple[Any, ...]:
-    """Return the shape of a variable or literal of a jaxpr."""
-    return atom.aval.shape
 
 
 def equation_seconds(

@@ -244,7 +244,9 @@ class FoldFacts:
         LAWS,
         1.0,
     )
-    chained_reads: int = quantity("1", "values that such a tile reads, at most", LAWS, 64)
+    chained_reads: int = quantity(
+        "1", "values that such a tile reads; half as long again for as many more", LAWS, 64
+    )
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
     stored_tile: float = quantity(
         "steps/pair", "a block of a fold's tile, stored for one of several sums of it", FOLDS, 0
@@ -252,13 +254,19 @@ class FoldFacts:
     down_tile: float = quantity(
         "steps/pair", "a reduction in a fold's block down its columns, which are few", LAWS, 0
     )
-    feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
+    row_sum: float = quantity(
+        "steps/row", "a row in memory that XLA's library reduces, beside its elements", LAWS, 0
+    )
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)
     fold_keyed: float = quantity("steps/element", "a sum by key in a fold's block", FOLDS, 50)
     fold_row: float = quantity("steps", "a fold's top-k, for a block's row", FOLDS, 20_000)
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
     fold_search: float = quantity("steps/pair", "a fold's top-k of short rows, at most", LAWS, 300)
+
+    def chained_step(self, reads: int) -> float:
+        """Return the steps of an operation in a tile that reads so many values."""
+        return min(self.chained * (1 + max(reads / self.chained_reads - 1, 0.0) / 2), 1.0)
 
     def plain_steps(self, kind: str, rows: float, length: float, places: float = 0) -> float:
         """Return steps of XLA's own reduction of rows of a length; 0 for a sum or a maximum.
@@ -366,7 +374,7 @@ class BandedBlocks:
     least_flops: float = quantity("FLOP", "products of fewer are done in no time", JUDGED, 1 << 25)
     least_rows: int = quantity("rows", "of a block", JUDGED, 32)
     copied_bytes_per_s: float = quantity(
-        "bytes/s", "operands cut, and results joined", NO_SCRIPT, 4.4e9
+        "bytes/s", "operands cut, and results joined", NO_SCRIPT, 8e9
     )
 
 
@@ -407,6 +415,10 @@ class ColumnReductionFacts:
     matrices: int = quantity("1", "of more XLA reduces one in each thread", ORIENTATION, 3)
     sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
     extremum_s: float = quantity("s/element", "an extremum, a longer row", ORIENTATION, 1.8e-9)
+
+    def are_slow(self, matrices: float, row_bytes: float) -> bool:
+        """Return True for reductions that go element by element."""
+        return matrices <= self.matrices and row_bytes > self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)

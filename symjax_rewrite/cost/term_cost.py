@@ -17,17 +17,26 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_known
+from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.sizes import Dim, product
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.sizes import Dim, from_jax, product
 from symjax_rewrite.ir.term import Node, Ref
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
 ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
+REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+VECTORISED = frozenset(name for name, kind in FUNCTIONS.items() if kind in ("short", "long"))
 HALF = ("bfloat16", "float16")  # a step of float32 is several of their steps
+
+
+def shape_of(atom: Any) -> tuple[Any, ...]:
+    """Return the shape of a variable or literal of a jaxpr."""
+    return atom.aval.shape
 
 
 @cache
@@ -135,7 +144,8 @@ class CostModel:
 
     computed: leaves that the rest of a program computes. inlined: for those of them that XLA
     computes in the kernel that reads them, unless it is a product or there are several, the
-    operations for each element. alone: those of these that one term of the program reads.
+    operations for each element. alone: those of these that one term of the program reads. maker:
+    the equation that computes a class, if one does: by it the order of its axes in memory is known.
     """
 
     def __init__(
@@ -145,8 +155,9 @@ class CostModel:
         computed: frozenset[int] = frozenset(),
         inlined: Mapping[int, float] = MappingProxyType({}),
         alone: frozenset[int] = frozenset(),
+        maker: Callable[[int], Equation | None] = lambda cls: None,
     ) -> None:
-        self.device, self.at, self.computed = device, at, computed
+        self.device, self.at, self.computed, self.maker = device, at, computed, maker
         self.inlined, self.alone = inlined, alone
         self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
         self.has_calls = device.fusions is not None
@@ -345,10 +356,7 @@ class CostModel:
         reduces = bool(node.bound) and kind != op.TAKE
         space = count * self._count(node.bound) if reduces else count
         slow = self.device.half_steps if c.dtype in HALF else 1.0
-        functions = functions_of(node, self.device)
-        work = ElementwiseWork(
-            space * slow * weight(node), space * slow * functions, space * slow, reduces
-        )
+        functions = space * functions_of(node, self.device)
         flops, peak, packing = None, 1.0, 0.0
         if is_dot(node):
             flops = 2 * count * self._count(node.bound)
@@ -363,6 +371,10 @@ class CostModel:
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
         is_called = is_called and c.dtype == "float32"
+        made = self.maker(cls)
+        if made is not None and made.name in (REDUCED if is_called else VECTORISED):
+            functions += self._steps_by_order(made, functions, space)
+        work = ElementwiseWork(space * slow * weight(node), slow * functions, space * slow, reduces)
         function = node.attr[0] if kind == op.MAP else ""
         found = Facts(
             node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
@@ -370,6 +382,25 @@ class CostModel:
         )  # fmt: skip
         self._facts[id(node)] = found
         return found
+
+    def _steps_by_order(self, made: Equation, functions: float, space: float) -> float:
+        """Return the steps of an equation that follow from the order of its axes in memory.
+
+        A function is computed for whole vectors of a row. The library begins a reduction anew with
+        every row, and goes element by element down columns of long rows.
+        """
+        folds, columns, is_reduction = self.device.folds, self.device.columns, made.name in REDUCED
+        shape = shape_of((made.eqn.invars if is_reduction else made.eqn.outvars)[0])
+        sizes = tuple(map(from_jax, shape))
+        row = max(self._count(sizes[-1:]), 1.0)
+        if not is_reduction:
+            return functions * (math.ceil(row / folds.lanes) * folds.lanes / row - 1)
+        axes = made.eqn.params["axes"]
+        outside, width = self._count(sizes[: min(axes)]), self._count(sizes[max(axes) + 1 :])
+        steps = folds.row_sum * space / row
+        if columns and columns.are_slow(outside, 4 * width):
+            steps += space * columns.sum_s * folds.fused_steps_per_s
+        return steps
 
     @staticmethod
     def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:

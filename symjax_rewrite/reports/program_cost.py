@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
-from symjax_rewrite.cost.equation_cost import sorting_seconds, summed_sizes
+from symjax_rewrite.cost.equation_cost import shape_of, sorting_seconds, summed_sizes
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
@@ -41,6 +41,7 @@ PASSES = frozenset(
     "add_any cumlogsumexp cummax cummin cumprod cumsum iota reduce_and reduce_max reduce_min"
     " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add clamp".split()
 )
+CUMULATIVE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
 FREE = frozenset({"name", "optimization_barrier", "platform_index", "pvary", "stop_gradient"})
 CALLS = frozenset({"scan", "while", "cond", "sym_call", *jax_internals.CALLS, jax_internals.REMAT})
 RULED = ("custom_jvp_call", "custom_vjp_call")
@@ -106,7 +107,7 @@ class ProgramTerms:
 
     def model(self, device: Device, sample: Sample) -> CostModel:
         """Return the cost model of a device at sample sizes."""
-        return CostModel(device, lambda d: value(d, sample))
+        return CostModel(device, lambda d: value(d, sample), maker=self.t.maker_of)
 
 
 def _plus(a: Any, b: Any) -> Any:
@@ -210,6 +211,30 @@ def temporary_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> floa
     return max((facts[c].bytes for c in made if choice[c].op != CONST), default=0.0)
 
 
+def live_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> float:
+    """Return the most bytes of written values that a program holds at once, inputs excluded."""
+    t, choice, order = terms.t, terms.choice, terms.need.order
+    model = terms.model(device, sample)
+    facts = {c: model.facts_of(t.graph, c, choice[c]) for c in order}
+    roots = terms.roots()
+    written = model.written(facts, roots, set())
+    last = dict.fromkeys(terms.need.outside, len(order))
+    for place, c in reversed([*enumerate(order)]):
+        until = place if c in written else last.get(c, place)
+        for a in facts[c].args:
+            last[a] = max(last.get(a, -1), until)
+    alive = most = 0.0
+    dead: dict[int, float] = {}
+    for place, c in enumerate(order):
+        alive -= dead.pop(place - 1, 0.0)
+        if (c in written or choice[c].op == NATIVE) and c not in t.leaf_value:
+            alive += facts[c].bytes
+            until = last.get(c, place)
+            dead[until] = dead.get(until, 0.0) + facts[c].bytes
+        most = max(most, alive)
+    return most
+
+
 def traffic(closed: ClosedJaxpr, device: Device, sample: Sample) -> Traffic:
     """Return the bytes that a jaxpr's kernels move, its seconds at sample sizes, its kernels."""
     return program_traffic(flatten(closed), device, sample)
@@ -225,11 +250,12 @@ def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffi
     t = terms.t
     if not t.program.equations:
         return Traffic()
-    model, roots = terms.model(device, sample), terms.roots()
+    model, roots = terms.model(_kept(device), sample), terms.roots()
     cost = model.evaluate(t.graph, terms.choice, roots)
+    fresh_s = device.page_seconds(live_bytes(terms, device, sample))
     moved = model.symbolic(t.graph, terms.choice, roots).bytes if t.dim_env else cost.bytes
     natives = (equation_traffic(e.eqn, device, sample) for e in terms.equations())
-    return sum(natives, start=Traffic(moved, cost.seconds, cost.launches))
+    return sum(natives, start=Traffic(moved, cost.seconds + fresh_s, cost.launches))
 
 
 def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
@@ -294,12 +320,25 @@ def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -
         return None
     sizes = [at_sample(_size(v), sample) for v in (*eqn.invars, *eqn.outvars)]
     work = max(sizes) / device.elementwise_per_s if name in PASSES else 0.0
+    if (
+        name in CUMULATIVE
+        and device.column_scans
+        and eqn.params["axis"] < len(shape_of(eqn.invars[0])) - 1
+    ):
+        work = max(sizes) * device.column_scans.tree_s
     return max(work, moved / device.bytes_per_s) + device.launch_s
 
 
+def _kept(device: Device) -> Device:
+    """Return the profile of a device that keeps all memory: pages are counted apart."""
+    return replace(device, memory=replace(device.memory, kept_bytes=math.inf))
+
+
 def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
+    fresh_s = 0.0
     if eqn.primitive.name in LOOPS:
-        device = device.in_step()
+        fresh_s = sum(device.page_seconds(at_sample(_bytes(v), sample)) for v in eqn.outvars)
+        device = _kept(device.in_step())
     bodies = [traffic(b, device, sample) for b in bodies_run(eqn, device)]
     if not bodies:
         return UNKNOWN
@@ -308,7 +347,9 @@ def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
             return UNKNOWN
         return max(bodies, key=lambda b: at_sample(b.bytes or 0, sample))
     trips = trips_of(eqn)
-    return UNKNOWN if trips is None else sum(bodies, start=Traffic()).times(trips, sample)
+    if trips is None:
+        return UNKNOWN
+    return sum(bodies, start=Traffic()).times(trips, sample) + Traffic(0, fresh_s)
 
 
 def _moved(eqn: JaxprEqn) -> Dim:

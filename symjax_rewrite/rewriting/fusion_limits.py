@@ -40,7 +40,7 @@ from symjax_rewrite.cost.equation_cost import (
     sorting_seconds,
     work_seconds,
 )
-from symjax_rewrite.cost.library_calls import is_known
+from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import cone, makers_of, users_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -236,10 +236,10 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
 
 
 def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[Equation]:
-    """Yield the equations that read a result, or read it through elementwise operations."""
+    """Yield the equations that read a result, or read it through operations of the library."""
 
     def fused(v: int) -> Iterator[int]:
-        return (o for u in users.get(v, ()) if u.name in FUSED for o in u.outvals)
+        return (o for u in users.get(v, ()) if u.name in VIEWS | KNOWN for o in u.outvals)
 
     for v in walk(e.outvals, fused):
         yield from users.get(v, ())

@@ -267,3 +267,25 @@ def test_a_sum_is_not_moved_where_it_computes_a_long_chain_itself() -> None:
         return jax.grad(lambda w: jnp.sum(y - (y @ w) @ w.T))(w)
 
     assert "contraction_order" not in [r.name for r in rewritten(moved, (549, 512), (512, 1)).rules]
+
+
+def seconds(fun: Any, *shape: int) -> float:
+    """The price of a program of one array on the CPU."""
+    found = traffic(jax.make_jaxpr(fun)(spec(*shape)), CPU, {}).seconds
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fun", "slow", "fast"),
+    [
+        (jnp.log1p, (1 << 19, 2), (1 << 10, 1 << 10)),  # a row is one vector, however short
+        (jnp.log1p, (1 << 10, 1 << 10, 1), (1 << 10, 1 << 10)),
+        (lambda x: jnp.sum(x, -1), (1 << 19, 2), (1 << 10, 1 << 10)),
+        (lambda x: jnp.sum(x, 0), (1 << 5, 1 << 15), (1 << 10, 1 << 10)),  # element by element
+        (lambda x: lax.cummax(x, 0), (1 << 10, 1 << 10), (1 << 20,)),
+    ],
+)
+def test_the_order_of_axes_in_memory_has_a_price(fun: Any, slow: Any, fast: Any) -> None:
+    assert seconds(fun, *slow) > 2 * seconds(fun, *fast)
+    assert seconds(jnp.square, *slow) == pytest.approx(seconds(jnp.square, *fast), rel=0.01)

@@ -120,6 +120,10 @@ LEFT = {
     "one operation": (lambda x: jnp.sum(x[:, None] - x, 1), POINTS),
     "operands in memory": (lambda x, y: jnp.sum(jnp.tanh(x * y) + 1, 1), *[array(9, 4000, 2)] * 2),
     "distances of parameters": (lambda x, y: jnp.exp(-distances(x, y)), *[array(128, 32)] * 2),
+    "a masked kernel, which the library does not select": (
+        lambda x, y, w: jnp.where(jnp.eye(2000, 70) > 0, 0, distances(x, y)) @ w,
+        array(2000, 64), array(70, 64), array(70, 3),
+    ),
     "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
     "whole vectors that are stored for a product too": (
         lambda x, y, v: (lambda k: k @ v / jnp.sum(k, 1, keepdims=True))(jnp.exp(-distances(x, y))),

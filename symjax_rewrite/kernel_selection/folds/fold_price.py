@@ -113,7 +113,7 @@ def compared(
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of products and their reductions in one loop, which writes no term."""
     choice, mine, reduced, _ = written_terms(t, cluster)
-    model = CostModel(device, t.number)
+    model = CostModel(device, t.number, maker=t.maker_of)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
@@ -193,7 +193,7 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
         return math.inf
     p, dtype = flattest(g, m.reduction.cls), g.classes[m.reduction.cls].dtype
     sizes = [t.number(s) for s in (*g.classes[m.reduction.cls].sizes, *p.bound)]
-    model = CostModel(device, t.number)
+    model = CostModel(device, t.number, maker=t.maker_of)
 
     def count(mask: int) -> float:
         return math.prod(s for i, s in enumerate(sizes) if mask >> i & 1)
@@ -217,7 +217,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """
     choice, mine, reduced, roots = written_terms(t, cluster)
     kept, folds = replace(device.memory, kept_bytes=math.inf), device.folds
-    model = CostModel(replace(device, memory=kept), t.number)
+    model = CostModel(replace(device, memory=kept), t.number, maker=t.maker_of)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.reduction.kind, m.reduction.args, m.reduction.keys): m for m in cluster.members}
@@ -258,7 +258,7 @@ def _across_seconds(t: TermGraph, cls: int, node: Node, fused: set[int], device:
         return 0.0
     size = elements(t, wide.cls)
     pages = device.page_seconds(itemsize(t.graph.classes[wide.cls].dtype) * size)
-    return min(facts.across_seconds(size / width, pages), facts.stored_s * size + pages)
+    return min(facts.across_pages * pages, facts.stored_s * size + pages)
 
 
 def _row_across(t: TermGraph, cls: int, node: Node, wide: Ref) -> int:
@@ -289,7 +289,7 @@ def _sum_steps(t: TermGraph, cls: int, folds: FoldFacts) -> float:
     node = node_of(t.graph, cls)
     count = math.prod(b for b in node.bound if isinstance(b, int))
     together = (1 + weight(node)) * count  # a difference, its square, and the addition
-    return folds.feature_sum + (1 / folds.features_at_once - folds.chained) * together
+    return (1 / folds.features_at_once - folds.chained) * together
 
 
 def _sums_paired_features(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
@@ -323,7 +323,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
 
     order = postorder(roots, operands)  # values of one reduction alone are freed before the next
     place = {c: n for n, c in enumerate(order)}
-    model = CostModel(device, t.number)
+    model = CostModel(device, t.number, maker=t.maker_of)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
@@ -501,7 +501,7 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["scattered"] + once / math.prod(spec.size[a] for a in held)
-    chained = folds.chained if kinds["value"] <= folds.chained_reads else 1.0
+    chained = folds.chained_step(kinds["value"])
     nodes: list[Node | None] = []
     for kind, data, args, _ in route.steps:
         op, attr = data if kind == "apply" else (None, None)
