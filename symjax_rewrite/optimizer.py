@@ -361,7 +361,8 @@ def flat(closed: ClosedJaxpr, is_live: bool = False) -> Program:
     operands = lambda v: e.reads + tuple(numbers(e.same_as)) if (e := makers.get(v)) else ()  # noqa: E731
     read = [v for e in program.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
     live = cone(numbers([*program.outputs, *read]), operands)
-    program.equations = [e for e in program.equations if not live.isdisjoint(e.outvals)]
+    stays = lambda e: e.eqn.effects or not live.isdisjoint(e.outvals)  # noqa: E731
+    program.equations = list(filter(stays, program.equations))
     return program
 
 

@@ -108,3 +108,13 @@ def test_dead_equations_are_no_part_of_a_program():
     """A form of a live value read what only they read."""
     closed = jax.make_jaxpr(lambda x, i: (x[i], x + 1)[1])(jnp.ones(5), 3)
     assert [e.name for e in optimizer.flat(closed).equations] == ["add"]
+
+
+def test_effects_without_results_are_no_dead_equations(capsys):
+    def f(x):
+        jax.debug.print("sum {}", x.sum() + 1)
+        return x @ x @ x[0]
+
+    sym_optimize(f)(jnp.ones((3, 3)))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "sum 10.0\n"

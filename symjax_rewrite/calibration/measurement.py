@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 
 from symjax_rewrite.calibration.timing import LineFit, fitted_line, sampled, spread
+from symjax_rewrite.cost.core_scaling import usable_cores
 from symjax_rewrite.cost.device_profiles import Device
 
 ROUNDS, SAMPLE_S = 9, 4e-3
@@ -77,14 +80,21 @@ def lowest(fit: LineFit, device: Device) -> float:
     return min(seconds / amount for amount, seconds in fit.points)
 
 
-def read(one: Measurement, device: Device, sampler: Sampler = sampled) -> Reading:
+def sampler_of(device: Device) -> Sampler:
+    """Return `timing.sampled`; on one core by processor time, whatever else runs."""
+    alone = usable_cores() == 1 and not device.runs_on_gpu
+    return functools.partial(sampled, clock=time.process_time if alone else time.perf_counter)
+
+
+def read(one: Measurement, device: Device, sampler: Sampler | None = None) -> Reading:
     """Run the programs of a measurement and return the figure.
 
     Args:
         one: the figures and the programs that measure them.
         device: the profile so far.
-        sampler: times programs in turn, as `timing.sampled` does.
+        sampler: times programs in turn; default: `sampler_of` the device.
     """
+    sampler = sampler or sampler_of(device)
     with jax.enable_x64(one.wide):
         cases = one.cases(device)
         calls: dict[str, Callable[[], object]] = {}

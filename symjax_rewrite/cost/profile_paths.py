@@ -39,9 +39,13 @@ def with_value(profile: Profile, path: str, value: Any) -> Profile:
 
 
 def figures(profile: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, str]]]:
-    """Yield path, value, and unit, meaning and source of every figure; entries of rates apart."""
+    """Yield path, value, and unit, meaning and source of every figure; entries of rates apart.
+
+    A figure that may be a fraction is a float, though the profile states a whole number.
+    """
     for f in dataclasses.fields(profile):
         value, path = getattr(profile, f.name), prefix + f.name
+        value = float(value) if f.type == "float" else value
         if dataclasses.is_dataclass(value):
             yield from figures(value, f"{path}.")
         elif isinstance(value, Mapping) and f.metadata["unit"] != "text":

@@ -204,7 +204,8 @@ class _Plan:
             alone = equation_seconds(e.eqn, device, in_step=True)
             memory, total = device.memory, self._bytes([carry])
             cached = memory.cached_step if total <= memory.step_cache_bytes else 1.0
-            alone += 2 * total / (cached * device.bytes_per_s)
+            traffic = 2 * total / (cached * device.bytes_per_s)
+            alone += max(traffic, equation_seconds(found.add.eqn, device, in_step=True))
             together = equation_seconds(e.eqn, device, self.loop.steps, (0, 1), summed=True)
             if written > room or e.outvals[0] in early:
                 continue

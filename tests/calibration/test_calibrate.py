@@ -120,7 +120,7 @@ def test_programs_run(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steady(one: Measurement, device: Device) -> Reading:
-    return Reading(2 * value_of(device, one.path), 0.01, 0.02)
+    return Reading(1.3 * value_of(device, one.path), 0.01, 0.02)  # most are then no whole numbers
 
 
 def noisy(one: Measurement, device: Device) -> Reading:
@@ -135,7 +135,7 @@ def test_later_figures_read_the_measured_ones() -> None:
         return steady(one, device)
 
     measured(CPU, [BY_PATH["bytes_per_s"], BY_PATH["memory.cached_step"]], read=record)
-    assert seen == {"bytes_per_s": CPU.bytes_per_s, "memory.cached_step": 2 * CPU.bytes_per_s}
+    assert seen == {"bytes_per_s": CPU.bytes_per_s, "memory.cached_step": 1.3 * CPU.bytes_per_s}
 
 
 def test_a_noisy_machine_is_refused() -> None:
@@ -181,8 +181,8 @@ def test_the_command_writes_a_profile_that_is_read(
     printed = capsys.readouterr().out
     assert "launch_s" in printed and "steps/s" in printed and str(file) in printed
     device = read_profile(file)
-    assert device.name == "mine" and device.launch_s == 2 * CPU.launch_s
-    assert device.flops_per_s["float64"] == 2 * CPU.flops_per_s["float64"]
+    assert device.name == "mine" and device.launch_s == 1.3 * CPU.launch_s
+    assert device.flops_per_s["float64"] == 1.3 * CPU.flops_per_s["float64"]
     assert device.source_of("launch_s").startswith("measured")
 
 

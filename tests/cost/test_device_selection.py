@@ -46,6 +46,13 @@ def test_sixteen_cores_are_not_priced_as_two(monkeypatch: pytest.MonkeyPatch) ->
     assert many.source_of("margins.fold") == CPU.source_of("margins.fold")
 
 
+def test_one_core_was_measured() -> None:
+    one, narrow = device_profile("cpu-1"), device_profile("cpu-1-neon")
+    assert all(one.is_measured(path) for path in core_scaling.ONE_CORE)
+    assert not one.is_measured("launch_s")
+    assert narrow.peak("float32") == core_scaling.VECTORS["neon"] * one.peak("float32")
+
+
 def test_a_profile_is_scaled_once() -> None:
     assert device_profile("cpu-16") is device_profile("cpu-16")
 
@@ -78,7 +85,10 @@ def test_scaled_profiles_say_so(name: str) -> None:
         if path.partition(".")[0] in ("name", "provenance"):
             continue
         differs = value != value_of(CPU, path)
-        assert device.source_of(path).startswith("scaled") == differs, path
+        source = device.source_of(path)
+        assert (source.startswith("scaled") or source == core_scaling.MEASURED_ALONE) == differs, (
+            path
+        )
 
 
 def test_narrow_vectors_do_less_work_and_move_as_many_bytes() -> None:

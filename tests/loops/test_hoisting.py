@@ -263,6 +263,15 @@ def test_gradients_of_weights_leave_the_loop() -> None:
         assert e.params["dimension_numbers"] == (((0,), (0,)), ((), ()))
 
 
+def test_a_step_also_adds_its_product_to_the_sum() -> None:
+    def sums(xs, ys):
+        return lax.scan(lambda c, x: (c + x[0].T @ x[1], None), jnp.zeros((128, 128)), (xs, ys))[0]
+
+    x = jax.ShapeDtypeStruct((128, 16, 128), jnp.float32)
+    report = sym_optimize(sums, device="cpu-1").explain(x, x)
+    assert inside(report.after.jaxpr, "dot_general") == 0
+
+
 RESULTS: dict[str, tuple[Callable[..., Any], int]] = {
     "of a sum over steps": (lambda c, x: (c + jnp.einsum("rd,re->ed", x, x), np.float32(1)), 0),
     "of a product afterwards": (lambda c, x: (c, (2, jnp.tanh(x) @ WX, np.float32(1))), 0),

@@ -216,3 +216,15 @@ def test_gradients_of_sums_of_kernels_are_folds_beside_rules_that_save_less():
         return kernel(x, x).mean() - 2 * kernel(x, y).mean()
 
     assert takes_fold(jax.grad(mmd), (2000, 8), (2000, 8))
+
+
+@pytest.mark.parametrize(("device", "folds"), [("cpu", True), ("cpu-1", False)])
+def test_one_core_stores_pairs_at_the_speed_of_its_memory(device: str, folds: bool) -> None:
+    """The fold computes each pair 17 times, which one core does half as fast as two."""
+
+    def loss(x, y):
+        return -jnp.mean(jax.nn.logsumexp(-jnp.sum((x[:, None] - y) ** 2, -1), axis=1))
+
+    x = spec(1024, 16)
+    report = sym_optimize(jax.grad(loss, (0, 1)), device=device).explain(x, x)
+    assert any(r.name == "fold" and r.taken for r in report.routes) == folds, report
