@@ -50,7 +50,7 @@ class Bodies:
                     continue
                 replaced = spot.replace(eqn, body.staged())
                 if replaced is not None and _slows_steps(e, replaced, context.device):
-                    reason = "it computes in every step what XLA computes once as written"
+                    reason = "XLA takes work out of the loop as written, and not out of this form"
                     yield Refusal(self.name, Obstacle.COST(reason), e.where())
                 elif replaced is not None:
                     eqn = replaced

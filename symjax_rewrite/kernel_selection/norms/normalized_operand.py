@@ -250,7 +250,7 @@ def _collect(
     if others:
         return Obstacle.DTYPES("the operands of the product have two dtypes")
     if any(is_computed_from(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
-        return "the statistics run over an axis that stays"
+        return "the statistics are not over the axis that the product sums"
     return Normed(
         cls,
         x,
@@ -300,7 +300,7 @@ def _other_axis(g: EGraph, parts: list[ProductTerm], bound: set[int], rows: set[
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
         columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]
         if len(full) == 1 and any(is_computed_from(g, c.cls, (full[0].cls,)) for c in columns):
-            return "the statistics run over an axis that stays"
+            return "the statistics are not over the axis that the product sums"
         if len(full) > 1 and any(set(f.axes) < bound | rows for f in full):
             return "the norm is not over the contracted axes alone"
     return None
