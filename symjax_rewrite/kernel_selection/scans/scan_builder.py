@@ -22,7 +22,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.dataflow import cone, dependents, makers_of, node_of
+from symjax_rewrite.ir.dataflow import cone, dependents, makers_of, node_of, postorder
 from symjax_rewrite.ir.flat_program import Equation, value_key
 from symjax_rewrite.ir.primitives import dtype_kind, quantizes
 from symjax_rewrite.ir.sizes import from_jax, product
@@ -337,7 +337,7 @@ class ScanBuilder:
         """Return the map from indices of a result, or of its sum, to indices of the state."""
         found: dict[int, int] = {}
         targets = self._shaped_as_states(out)
-        reached = cone(tops, lambda r: [] if r.cls in targets else self._computed_from(r))
+        reached = cone(tops, lambda r: [] if r.cls in targets else self.computed_from(r))
         for ref in [r for r in reached if r.cls in targets]:
             for index, state in zip(ref.axes, targets[ref.cls], strict=True):
                 if found.setdefault(index, state) != state:
@@ -347,7 +347,7 @@ class ScanBuilder:
             raise NotAScanError("a result has an axis that the states have not")
         return found
 
-    def _computed_from(self, ref: Ref) -> list[Ref]:
+    def computed_from(self, ref: Ref) -> list[Ref]:
         """Return the operands of an elementwise term; none of other terms."""
         node = node_of(self.t.graph, ref.cls)
         opens = node.op in (MAP, ADD, CONTRACT) and not node.bound
@@ -356,7 +356,7 @@ class ScanBuilder:
     def _shaped_as_states(self, out: Ref) -> dict[int, tuple[int, ...]]:
         """Return the terms of a step that have all axes of the state, and these axes."""
         found = {}
-        for ref in sorted(cone([out], self._computed_from), key=lambda r: (r.cls, r.axes)):
+        for ref in sorted(cone([out], self.computed_from), key=lambda r: (r.cls, r.axes)):
             if sorted(ref.axes) == sorted(out.axes):
                 found.setdefault(ref.cls, ref.axes)
         return found | {out.cls: out.axes, self.carry: self.indices}
@@ -402,10 +402,17 @@ class _ScanSteps(StepProgram):
 
     def build(self, ref: Ref) -> int:
         """Return the number of the step that computes a reference."""
-        if ref not in self.number:
-            dtype = self.scan.t.graph.classes[ref.cls].dtype
-            self.number[ref] = self.add(*self._step(ref), dtype)
+        for each in postorder([ref], self._operands):
+            if each not in self.number:
+                dtype = self.scan.t.graph.classes[each.cls].dtype
+                self.number[each] = self.add(*self._step(each), dtype)
         return self.number[ref]
+
+    def _operands(self, ref: Ref) -> list[Ref]:
+        """Return the terms that a step computes before a term."""
+        if ref in self.number or ref == self.after or ref.cls == self.scan.carry:
+            return []
+        return self.scan.computed_from(ref)[::-1]  # the last is entered first
 
     def _step(self, ref: Ref) -> tuple[str, Any, tuple[int, ...]]:
         scan, node = self.scan, node_of(self.scan.t.graph, ref.cls)
@@ -422,7 +429,7 @@ class _ScanSteps(StepProgram):
         if node.op == LEAF:
             return "value", place_in(self.reads, scan.operand(ref)), ()
         if node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound):
-            args = tuple([self.build(over(ref, a)) for a in node.args])
+            args = tuple([self.number[over(ref, a)] for a in node.args])
             return "apply", (node.op, node.attr), args
         raise NotAScanError(f"{node.op} inside a step")
 

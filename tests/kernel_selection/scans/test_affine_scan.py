@@ -437,3 +437,17 @@ def test_loops_that_divide_by_zero(name):
     np.testing.assert_allclose(g(x, d), jax.jit(f)(x, d), rtol=1e-6)
     as_written = sym_optimize(f, kernels="always", numerics="exact").explain(x, d)
     assert str(as_written.after.jaxpr) == str(as_written.before.jaxpr)
+
+
+def test_a_step_of_many_operations_is_read() -> None:
+    """They were read by recursion, whose depth Python limits."""
+
+    def f(x):
+        def step(h, given):
+            for _ in range(300):
+                h = h * 0.99 + given
+            return h, None
+
+        return lax.scan(step, x[0], x)[0]
+
+    sym_optimize(f, on_unsupported="error").explain(jax.ShapeDtypeStruct((32, 8), jnp.float32))
