@@ -75,10 +75,9 @@ class Candidate:
     its price leaves out transposed copies that its equations need. short: the reason why its price
     alone gains too little, so that it is taken only where transposed copies go with it. hidden:
     values that must be dead afterwards. count: number of places it represents. also: reasons and
-    lines of further parts, taken together with the first. repeated_s: seconds of work repeated for
-    copies of an operand, which no term counts. bodies: results of the bodies of loops and branches
-    in it, with their trip counts. prices_ahead: True if its cost counts the kernels that later
-    passes make of its loops.
+    lines of further parts, taken together with the first. bodies: results of the bodies of loops
+    and branches in it, with their trip counts. prices_ahead: True if its cost counts the kernels
+    that later passes make of its loops.
     """
 
     name: str
@@ -96,7 +95,6 @@ class Candidate:
     hidden: frozenset[int] = frozenset()
     count: int = 1
     also: tuple[tuple[str, str], ...] = ()
-    repeated_s: float = 0.0
     bodies: tuple[tuple[Any, int], ...] = ()
     prices_ahead: bool = False
 

@@ -53,14 +53,13 @@ class Result:
     """The decisions of the optimiser on one jaxpr.
 
     program: the emitted program; None if the jaxpr is emitted unchanged. sample: the numbers at
-    which symbolic sizes are priced. keys: of the candidates taken, for plans. repeated_s: seconds
-    of work repeated for copies of an operand, which no term counts. finished: True if all passes
-    ran on the whole program. choices: signatures of the candidates that were measured to be worth
-    it; None if the model has chosen. spent: the limit of the budget by which the program, or a body
-    in it, was kept as written. emitted: the jaxpr of `program`, once it has been made. changes: the
-    candidates that were taken. passes: seconds by pass. defers: True if kernels of GPUs are traced
-    only where the program is lowered for one. near: True if the decision is for sizes near the
-    sample; the crossovers are those of all sizes.
+    which symbolic sizes are priced. keys: of the candidates taken, for plans. finished: True if all
+    passes ran on the whole program. choices: signatures of the candidates that were measured to be
+    worth it; None if the model has chosen. spent: the limit of the budget by which the program, or
+    a body in it, was kept as written. emitted: the jaxpr of `program`, once it has been made.
+    changes: the candidates that were taken. passes: seconds by pass. defers: True if kernels of
+    GPUs are traced only where the program is lowered for one. near: True if the decision is for
+    sizes near the sample; the crossovers are those of all sizes.
     """
 
     closed: ClosedJaxpr
@@ -72,7 +71,6 @@ class Result:
     passes: dict[str, float] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     sample: dict[str, int] = field(default_factory=dict)
-    repeated_s: float = 0.0
     finished: bool = True
     spent: str = ""
     stop: str = "nothing to do"
@@ -161,7 +159,6 @@ class Result:
             if c.where not in use.where:
                 log("rules", "%s at %s", name, c.where)
                 use.where.append(c.where)
-        self.repeated_s += c.repeated_s
         for body, times in c.bodies:
             self.absorb(body, times)
 
@@ -175,7 +172,6 @@ class Result:
         self.changes += body.changes
         self.crossovers += body.crossovers
         self.keys += body.keys
-        self.repeated_s += times * body.repeated_s
         for name, use in body.rules.items():
             mine = self.rules.setdefault(name, RuleUse(name, use.property, 0))
             mine.where += [w for w in use.where if w not in mine.where]

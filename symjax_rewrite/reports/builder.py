@@ -43,7 +43,6 @@ def make_report(
     first = _side(makers[0], before, result, device)
     second = first if after is before else _side(makers[1], after, result, device)
     if first.seconds is not None and second.seconds is not None and second is not first:
-        first.seconds += result.repeated_s
         first.seconds, second.seconds = _as_decided(first.seconds, second.seconds, result)
     kernels = any(jax_internals.is_replacement(e.eqn) for e in after.t.program.equations)
     if kernels and result.sample:  # a kernel is priced at numbers: both sides are

@@ -12,13 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from symjax_rewrite.candidates import Candidate, Context, Terms
+from symjax_rewrite.candidates import Candidate, Context
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.product_layouts import copy_seconds
-from symjax_rewrite.cost.term_cost import is_dot, itemsize
-from symjax_rewrite.ir.dataflow import node_of, numbers, users_of
+from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
+from symjax_rewrite.ir.dataflow import Needed, node_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.term import CONTRACT, CONV
@@ -40,11 +40,10 @@ class RepeatedProducts:
         if not (context.runs(REPEATED) and context.reorders()):
             return
         terms, device = context.terms(program), context.device
-        for cls, before, after in _repeated(terms):
+        for cls, before, after in _repeated(terms.t, terms.need, terms.model):
             if margins.pays(before, after, "dominating", device):
                 part = TermPart(terms.t, own=frozenset({cls}), across=device.slow_across)
-                rule, where, saved = (REPEATED, REDUNDANCY), terms.t.where(cls), before - after
-                yield candidate(rule, where, part, (before, after), repeated_s=saved)
+                yield candidate((REPEATED, REDUNDANCY), terms.t.where(cls), part, (before, after))
 
 
 class CommonProducts:
@@ -70,10 +69,14 @@ class CommonProducts:
                 yield candidate(rule, where, part, seconds, key="", group=COMMON)
 
 
-def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:
+def repeated_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:
+    """Return the seconds of work that equations repeat for copies, which no term counts."""
+    return sum(max(before - after, 0.0) for _, before, after in _repeated(t, need, model))
+
+
+def _repeated(t: TermGraph, need: Needed, model: CostModel) -> Iterator[tuple[int, float, float]]:
     """Yield classes of products that equations repeat, with seconds as written and done once."""
-    t, model = terms.t, terms.model
-    products = {cls: e for cls in terms.need.order if (e := repeats(terms.t, cls)) is not None}
+    products = {cls: e for cls in need.order if (e := repeats(t, cls)) is not None}
     ours, users = {id(e) for e in products.values()}, users_of(t.program.equations)
     outputs = set(numbers(t.program.outputs))
     for cls, e in products.items():
