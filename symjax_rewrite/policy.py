@@ -164,7 +164,7 @@ def _small(
     if context.is_light(program):
         least_s = max(least_s, launch_seconds(program, device))
     small = among(asked, least_s)
-    if len(small) == len(asked):  # the whole program takes no less, and need not be priced
+    if len(small) == len(asked):  # the program, of which it is a part, need not be priced
         return small
     return among(asked, context.program_seconds(program))
 
