@@ -110,3 +110,16 @@ def test_the_reader_orders_products_whose_operands_are_copied():
     assert labels == (0, 1, 2, 3)
     wanted = np.einsum("bkhd,hdbq->bhqk", keys, queries)
     np.testing.assert_allclose(data, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), ()])
+def test_the_reader_orders_large_products_of_thin_operands(order):
+    """The copy of a transposed result costs more than a thin operand that is summed along rows."""
+    node = Node(CONTRACT, None, (Ref(0, (0, 2)), Ref(1, (1, 2))), 2, (3,))
+    operands = [(jnp.ones((90, 3)), (0, 2)), (jnp.ones((30, 3)), (1, 2))]
+    _, labels = term_lowering.lower_node(node, operands, (90, 30, 3), "float32", {}, order=order)
+    assert labels == (order or (0, 1))
+    swapped = Node(CONTRACT, None, node.args[::-1], 2, (3,))
+    sizes = (90, 30, 3)
+    _, labels = term_lowering.lower_node(swapped, operands[::-1], sizes, "float32", {}, order=order)
+    assert labels == (order or (0, 1))
