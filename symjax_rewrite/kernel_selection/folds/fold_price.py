@@ -517,6 +517,7 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     steps += folds.stored_tile * (_stored(spec) + kinds["along"])
     if spec.tile.whole == spec.row:
         steps += folds.down_tile * kinds["along"]
+    steps += kinds["along"] * folds.row_sum / max(blocks.cols, 1)
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
 
 
@@ -577,15 +578,18 @@ def _blocks_kept(route: FoldRoute) -> int:
 
 
 def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:
-    """Return the steps per pair of one output of a fold."""
+    """Return the steps per pair of one output of a fold; products sum weighted rows."""
+    start = folds.row_sum / max(columns, 1)
     match output:
         case ExpSums():
-            return 7
+            return 7 + 2 * start
         case ArgExtremum():
-            return 16
+            return 16 + start
         case TopK(k=k):
             return 9 + min((folds.fold_row + folds.fold_place * k) / columns, folds.fold_search)
         case KeyedSums():
             return 0  # counted with the output that shares them
+        case Sums(terms=terms):
+            return 1 + start * sum(t.weights is None for t in terms)
         case _:
-            return 1
+            return 1 + start
