@@ -487,6 +487,20 @@ class CostModel:
         moved = sum(read.values()) + sum([2 * facts[c].bytes for c in stored])
         return made + moved, work, fresh_s
 
+    def stored_for_calls(self, facts: Mapping[int, Facts], written: set[int]) -> set[int]:
+        """Return operands of the library's reductions that are stored: it cannot compute them."""
+        stored = set[int]()
+        for f in facts.values():
+            for operand in f.args if f.is_called else ():
+                chain = [] if operand in written else [operand]
+                for cls in chain:
+                    inner = [facts[a].function for a in facts[cls].args]
+                    if facts[cls].function and not is_known(facts[cls].function, inner):
+                        stored.add(operand)
+                        break
+                    chain += [a for a in facts[cls].args if a not in written and a not in chain]
+        return stored
+
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""
         order = reachable(choice, roots)

@@ -219,6 +219,7 @@ def live_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> float:
     facts = {c: model.facts_of(t.graph, c, choice[c]) for c in order}
     roots = terms.roots()
     written = model.written(facts, roots, set())
+    written |= model.stored_for_calls(facts, written)
     last = dict.fromkeys(terms.need.outside, len(order))
     for place, c in reversed([*enumerate(order)]):
         until = place if c in written else last.get(c, place)

@@ -10,7 +10,8 @@ from jax import lax
 
 from symjax_rewrite.loops.linear_zeros import run_with_zeros
 
-X, Y = np.float32([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), np.float32([[1, -2, 1], [0, 3, 1], [2, 1, 4]])
+X = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.float32)
+Y = np.array([[1, -2, 1], [0, 3, 1], [2, 1, 4]], np.float32)
 
 # A function, and for each case of absent operands: is its result absent too?
 CASES = {

@@ -1,6 +1,7 @@
 """Orders of products: where factors of no index are multiplied."""
 
 import functools
+import math
 
 import chex
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.cost.term_cost import shape_of
 
 
 def _arrays(*shapes):
@@ -18,7 +20,8 @@ def _arrays(*shapes):
 def _scaled_elements(f, *args) -> int:
     """Return the number of elements that the program multiplies elementwise."""
     equations = jax_internals.all_equations(jax.make_jaxpr(f)(*args))
-    return sum(e.outvars[0].aval.size for e in equations if e.primitive.name == "mul")
+    sizes = lambda e: math.prod(shape_of(e.outvars[0]))  # noqa: E731
+    return sum(sizes(e) for e in equations if e.primitive.name == "mul")
 
 
 def test_the_cotangent_of_a_loss_multiplies_a_thin_value_once():

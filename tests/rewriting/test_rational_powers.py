@@ -41,7 +41,7 @@ def test_values_are_those_of_the_power() -> None:
         lambda x: (x * x + 0.1) ** -1.5,
         lambda x: jnp.abs(x) ** 0.75,
         lambda x: jax.lax.pow(x, jnp.float32(2.5)),
-        jax.grad(lambda x: jnp.sum((x * x + 0.1) ** 1.75)),
+        lambda x: 3.5 * x * (x * x + 0.1) ** 0.75,
         jax.vmap(lambda x: x**0.25),
     ],
 )

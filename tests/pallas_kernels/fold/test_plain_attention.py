@@ -257,7 +257,7 @@ def test_f32_further_results_and_one_query_are_not_taken(folds: Any, on_gpu: Non
         ({"mask": ("b", "n")}, "not plain"),
         ({"segments": True}, "not plain"),
         ({"window": (8, None)}, "not plain"),
-        ({"window": (None, 4)}, "bands"),
+        ({"window": (None, 4)}, "a band"),
         ({"value_width": 32}, "width"),
         ({"width": 136}, "above 128"),
         ({"width": 12}, "multiple of 8"),
