@@ -227,7 +227,7 @@ def _better_swapped(
     place = {i: n for n, i in enumerate(order)}
     mine = min((place.get(i, i) for i in left[1] if i not in right[1]), default=-1)
     theirs = min((place.get(i, i) for i in right[1] if i not in left[1]), default=mine)
-    copied = _result_elements(left, right, summed) if order else 0
+    copied = _result_elements(left, right, summed) if order and mine >= 0 else 0
     now, then = _strides(left, right, summed, batch), _strides(right, left, summed, batch)
     written = (then[0], then[1] + copied * (theirs > mine), theirs)
     return written < (now[0], now[1] + copied * (mine > theirs), mine)

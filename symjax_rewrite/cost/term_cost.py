@@ -19,7 +19,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import postorder
+from symjax_rewrite.ir.dataflow import postorder, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.sizes import Dim, from_jax, product
@@ -489,17 +489,14 @@ class CostModel:
 
     def stored_for_calls(self, facts: Mapping[int, Facts], written: set[int]) -> set[int]:
         """Return operands of the library's reductions that are stored: it cannot compute them."""
-        stored = set[int]()
-        for f in facts.values():
-            for operand in f.args if f.is_called else ():
-                chain = [] if operand in written else [operand]
-                for cls in chain:
-                    inner = [facts[a].function for a in facts[cls].args]
-                    if facts[cls].function and not is_known(facts[cls].function, inner):
-                        stored.add(operand)
-                        break
-                    chain += [a for a in facts[cls].args if a not in written and a not in chain]
-        return stored
+        fused = lambda cls: [a for a in facts[cls].args if a not in written]  # noqa: E731
+
+        def is_unknown(cls: int) -> bool:
+            inner = [facts[a].function for a in facts[cls].args]
+            return bool(facts[cls].function) and not is_known(facts[cls].function, inner)
+
+        called = {a for cls, f in facts.items() if f.is_called for a in fused(cls)}
+        return {a for a in called if any(map(is_unknown, walk([a], fused)))}
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""
