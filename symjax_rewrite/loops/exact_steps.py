@@ -7,7 +7,8 @@ ranks, of which some are equal. An equation that holds at these points is taken 
 (`prime_field`). The exponential of a variable is a variable of its own, so that an
 identity that holds here holds for all exponentials. An operation that has no such description
 raises `Undecided`, as does a comparison with a number other than zero and the infinities: random
-points need not lie on both sides of the number.
+points need not lie on both sides of the number. Entries that are zero, infinite or NaN are drawn
+where they are asked for: few operations have a description of them.
 
 Axes longer than one have two entries here: broadcasts, sums and products along axes are the same
 for every length.
@@ -26,9 +27,10 @@ from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.loops.prime_field import PRIME, equal, inverse, times
 
-POINTS = 24
-RANKS = 5
+POINTS = 48
+RANKS = 3
 END = 100  # the rank of infinity
+NAN = 2  # beside the ends
 FLOATS = ("float32", "float64")
 
 
@@ -46,7 +48,8 @@ class Points:
     """A value at all points; arrays of [POINTS, *small(shape)].
 
     value, exponential: residues, or None. rank: an integer, or None. is_entry: True if ranks can be
-    compared with those of entries, False if with zero alone. end: -1 and 1 for the infinities.
+    compared with those of entries, False if with zero alone. end: -1 and 1 for the infinities,
+    `NAN` for no number.
     """
 
     value: np.ndarray | None
@@ -63,6 +66,7 @@ class Points:
         return Points(value, exponential, rank, self.is_entry, move(self.end))
 
     def __neg__(self) -> Points:
+        self.require_numbers()
         exponential = None
         if self.exponential is not None:
             exponential = np.where(self.end == 0, inverse(self.exponential), 0)
@@ -71,6 +75,7 @@ class Points:
         return Points(value, exponential, rank, self.is_entry and not np.any(rank), -self.end)
 
     def __add__(self, other: Points) -> Points:
+        self.require_numbers(other)
         end = self.end + other.end
         if np.any(self.end * other.end < 0):
             raise Undecided
@@ -113,6 +118,11 @@ class Points:
         if any(np.any(x.end) for x in (self, *others)):
             raise Undecided
 
+    def require_numbers(self, *others: Points) -> None:
+        """Raise `Undecided` if a value is NaN at a point."""
+        if any(np.any(x.end == NAN) for x in (self, *others)):
+            raise Undecided
+
     def is_equal(self, other: Points) -> bool:
         """Return True if the values agree at all points, themselves or their exponentials."""
         if np.any(self.end != other.end):
@@ -133,9 +143,13 @@ def _both(join: Callable, x: np.ndarray | None, y: np.ndarray | None) -> np.ndar
 
 
 class Sampler:
-    """The points: random residues and exponentials, by rank."""
+    """The points: random residues and exponentials, by rank.
 
-    def __init__(self) -> None:
+    zeros: True if some entries are zero. ends: True if some floats are infinite or NaN.
+    """
+
+    def __init__(self, zeros: bool = False, ends: bool = False) -> None:
+        self.zeros, self.ends = zeros, ends
         self.draw = np.random.default_rng(0)
         size = (POINTS, 2 * RANKS + 1)
         self.values, self.exponentials = (self.draw.integers(2, PRIME, size) for _ in range(2))
@@ -148,8 +162,14 @@ class Sampler:
         if np.dtype(dtype).kind == "b":
             return self.draw.integers(0, 2, full).astype(bool)
         rank = self.draw.integers(1, RANKS + 1, full) * self.draw.choice([-1, 1], full)
+        if self.zeros:
+            rank = rank * (self.draw.integers(0, 3, full) > 0)
         at = np.arange(POINTS).reshape(-1, *[1] * (len(full) - 1)), rank + RANKS
-        return Points(self.values[at], self.exponentials[at], rank, True, np.zeros(full, np.int8))
+        found = Points(self.values[at], self.exponentials[at], rank, True, np.zeros(full, np.int8))
+        if self.ends and np.issubdtype(dtype, np.inexact):
+            end = self.draw.choice(np.array([0, 0, -1, 1, NAN], np.int8), full)
+            found = chosen(end == 0, found, _ends(end))
+        return found
 
     def constant(self, value: Any, shape: Sequence[Any] = ()) -> Any:
         """Return a number, or a truth value, of a shape."""
@@ -162,9 +182,7 @@ class Sampler:
         if math.isnan(x):
             raise Undecided
         if math.isinf(x):
-            end = np.full(full, np.int8(math.copysign(1, x)))
-            zero = np.zeros(full, np.int64)
-            return Points(zero, zero, END * end.astype(np.int64), True, end)
+            return _ends(np.full(full, np.int8(math.copysign(1, x))))
         top, bottom = x.as_integer_ratio()
         residue = np.full(full, top % PRIME * pow(bottom, -1, PRIME) % PRIME, np.int64)
         end = np.zeros(full, np.int8)
@@ -175,13 +193,19 @@ class Sampler:
         return Points(residue, power if x > 0 else inverse(power), None, False, end)
 
 
+def _ends(end: np.ndarray) -> Points:
+    """Return infinities, or NaN."""
+    zero = np.zeros(end.shape, np.int64)
+    return Points(zero, zero, END * end.astype(np.int64), True, end)
+
+
 def compared(test: Callable, x: Points, y: Points) -> np.ndarray:
-    """Return a comparison by the ranks."""
+    """Return a comparison by the ranks; NaN differs from all."""
     if x.rank is None or y.rank is None:
         raise Undecided
     if not (x.is_entry and y.is_entry) and not (x.is_zero or y.is_zero):
         raise Undecided
-    return test(x.rank, y.rank)
+    return np.where((x.end == NAN) | (y.end == NAN), test(0, np.nan), test(x.rank, y.rank))
 
 
 def chosen(test: np.ndarray, x: Any, y: Any) -> Any:
@@ -237,7 +261,8 @@ def _run(e: Equation, operands: list[Any]) -> Any:
     if e.name == "dot_general":
         return number(_dot(e, *map(_finite, operands)))
     if e.name in _COMPARISONS and e.reads[:1] == e.reads[1:2]:
-        return np.full(operands[0].end.shape, _COMPARISONS[e.name](0, 0))
+        test = _COMPARISONS[e.name]
+        return np.where(operands[0].end == NAN, test(0, np.nan), test(0, 0))
     if e.name == "integer_pow":
         return _power(operands[0], e.eqn.params["y"])
     if e.name == "convert_element_type":
@@ -361,13 +386,13 @@ def one_like(x: Points) -> Points:
 
 
 def greatest(x: Points, y: Points) -> Points:
-    """Return the larger values."""
-    return chosen(compared(np.greater_equal, x, y), x, y)
+    """Return the larger values; NaN where one is."""
+    return chosen(compared(np.greater_equal, x, y) | (x.end == NAN), x, y)
 
 
 def least(x: Points, y: Points) -> Points:
-    """Return the smaller values."""
-    return chosen(compared(np.less_equal, x, y), x, y)
+    """Return the smaller values; NaN where one is."""
+    return chosen(compared(np.less_equal, x, y) | (x.end == NAN), x, y)
 
 
 def _absolute(x: Points) -> Points:

@@ -172,6 +172,14 @@ def _counts(loop: Loop) -> Iterator[Count]:
             yield from (Count(v, 0), Count(v, 1))
 
 
+class _Inputs(NamedTuple):
+    """The values that a step reads, at the points of a sampler; count: before the step."""
+
+    sampler: Sampler
+    given: dict[int, Any]
+    count: Any
+
+
 class _CarryReader:
     """Reader of the carries of a loop as monoids, with one counter as a count."""
 
@@ -179,7 +187,7 @@ class _CarryReader:
         self, loop: Loop, carries: set[int], count: Count | None, level: dict[int, int]
     ) -> None:
         self.loop, self.carries, self.count, self.level = loop, carries, count, level
-        self.sampler, self.body = Sampler(), loop.body
+        self.body = loop.body
         self.equations = [e for e in self.body.equations if level[e.outvals[0]] == 2]
         if count is not None:
             self.equations = [*self._of_counter(count.value, level), *self.equations]
@@ -187,10 +195,10 @@ class _CarryReader:
         self.found: dict[int, Follows] = {}
         made = {v for e in self.equations for v in e.outvals}
         read = {v for e in self.equations for v in e.reads} - made
-        self.given = {v: self._entries(v) for v in sorted(read)}
-        if count is not None:
-            self.n = self.sampler.entries((), np.dtype("int32"))
-            self.given[count.value] = self.n + self.sampler.constant(count.offset)
+        self.read = sorted(read)
+        self.numbers = self._at_points(Sampler())
+        self.zeros = self._at_points(Sampler(zeros=True))
+        self.ends = self._at_points(Sampler(zeros=True, ends=True))
 
     def _of_counter(self, v: int, level: dict[int, int]) -> list[Equation]:
         """Return the equations that read a counter and numbers alone."""
@@ -201,9 +209,14 @@ class _CarryReader:
                 known.update(e.outvals)
         return own
 
-    def _entries(self, v: int) -> Any:
-        aval = self.body.avals[v]
-        return self.sampler.entries(aval.shape, np.dtype(aval.dtype))
+    def _at_points(self, sampler: Sampler) -> _Inputs:
+        avals = [self.body.avals[v] for v in self.read]
+        entries = [sampler.entries(a.shape, np.dtype(a.dtype)) for a in avals]
+        given, n = dict(zip(self.read, entries, strict=True)), None
+        if self.count is not None:
+            n = sampler.entries((), np.dtype("int32"))
+            given[self.count.value] = n + sampler.constant(self.count.offset)
+        return _Inputs(sampler, given, n)
 
     def fold(self) -> MonoidFold | None:
         """Return the fold if every carry follows a monoid."""
@@ -237,11 +250,11 @@ class _CarryReader:
         for monoid in MONOIDS:
             for bases in self._bases(monoid, needs) if monoid.permits(dtype) else ():
                 f = Follows(k, monoid, bases)
-                try:
-                    if self._holds(f):
-                        return f
-                except Undecided:
-                    continue
+                special = (self.zeros, self.ends) if monoid.selects else (self.zeros,)
+                if self._holds(f, self.numbers) and all(
+                    self._holds(f, inputs) is not False for inputs in special
+                ):
+                    return f
         return None
 
     def _bases(self, monoid: CarryMonoid, needs: set[int]) -> Iterator[tuple[int, ...]]:
@@ -255,13 +268,22 @@ class _CarryReader:
         ]
         yield from product(*choices)
 
-    def _holds(self, f: Follows) -> bool:
-        """Return True if a step combines the carry with the step's value at the identity."""
-        before, after = self._states(None), self._states(f)
+    def _holds(self, f: Follows, inputs: _Inputs) -> bool | None:
+        """Return True if a step combines the carry with the step's value at the identity.
+
+        None if the points do not tell.
+        """
+        try:
+            return self._agrees(f, inputs)
+        except Undecided:
+            return None
+
+    def _agrees(self, f: Follows, inputs: _Inputs) -> bool:
+        before, after = self._states(None, inputs), self._states(f, inputs)
         out = _next_state(self.loop, f.carry)
         own = making(self.equations, [out], set())
-        run_exactly(own, before, self.sampler)
-        run_exactly(own, after, self.sampler)
+        run_exactly(own, before, inputs.sampler)
+        run_exactly(own, after, inputs.sampler)
         if any(_vanishes(before[v]) for e in own for v in e.outvals):
             return False  # the error of a sum, by which it is corrected
         if self._inner(f.carry) not in before:
@@ -269,16 +291,16 @@ class _CarryReader:
         lift = after[out]
         if f.monoid.name in ("sum", "rescaled sum") and _vanishes(lift):
             return False
-        pairs = [self._pair(b, before, after, lift) for b in f.bases]
+        pairs = [self._pair(b, before, after, lift, inputs) for b in f.bases]
         expected = f.monoid.law(Exactly, before[self._inner(f.carry)], lift, *pairs)
         return _agree(expected, before[out])
 
     def _inner(self, k: int) -> int:
         return self.loop.carries[k].inner
 
-    def _states(self, f: Follows | None) -> dict[int, Any]:
+    def _states(self, f: Follows | None, inputs: _Inputs) -> dict[int, Any]:
         """Return the inputs of a step: any states, or identities."""
-        env = dict(self.given)
+        env = dict(inputs.given)
         if f is None:
             return env
         for g in (*self.found.values(), f):
@@ -286,19 +308,21 @@ class _CarryReader:
             identity = g.monoid.identity
             if self.body.avals[self._inner(g.carry)].dtype == bool:
                 identity = bool(identity)
-            env[self._inner(g.carry)] = self.sampler.constant(identity, shape)
+            env[self._inner(g.carry)] = inputs.sampler.constant(identity, shape)
         if self.count is not None:
-            env[self.count.value] = self.sampler.constant(self.count.offset)
+            env[self.count.value] = inputs.sampler.constant(self.count.offset)
         return env
 
-    def _pair(self, b: int, before: dict, after: dict, like: Any) -> tuple[Any, Any]:
+    def _pair(
+        self, b: int, before: dict, after: dict, like: Any, inputs: _Inputs
+    ) -> tuple[Any, Any]:
         """Return a base before a step, and the value that the step combines it with."""
         ndim = (like if isinstance(like, np.ndarray) else like.end).ndim
         if b == COUNT:
-            return aligned(self.n, ndim), aligned(self.sampler.constant(1), ndim)
+            return aligned(inputs.count, ndim), aligned(inputs.sampler.constant(1), ndim)
         out = _next_state(self.loop, b)
         if out not in after:
-            run_exactly(making(self.equations, [out], set()), after, self.sampler)
+            run_exactly(making(self.equations, [out], set()), after, inputs.sampler)
         state, lift = before[self._inner(b)], after[out]
         if state.end.ndim > ndim:
             raise Undecided

@@ -119,7 +119,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "loops.associative_scan_detection": {"MIN_LENGTH": SEARCH, "POINTS": CODE},
     "loops.associative_scan_gradients": {"MAX_CANDIDATES": SEARCH},
     "loops.differentiated_loops": {"MOST_CHOICES": SEARCH, "MOST_SUNK": SEARCH},
-    "loops.exact_steps": {"POINTS": EXACT, "RANKS": EXACT, "END": CODE},
+    "loops.exact_steps": {"POINTS": EXACT, "RANKS": EXACT, "END": CODE, "NAN": CODE},
     "loops.fusion": {"MAX_DEPTH": SEARCH},
     "loops.loop_reading": {"MAX_COUNTED": SEARCH},
     "loops.monoid_carries": {"COUNT": CODE, "MOST_EQUATIONS": SEARCH},

@@ -11,7 +11,14 @@ from jax import lax
 
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import flatten
-from symjax_rewrite.loops.exact_steps import Sampler, Undecided, run_exactly
+from symjax_rewrite.loops.exact_steps import (
+    NAN,
+    Sampler,
+    Undecided,
+    compared,
+    greatest,
+    run_exactly,
+)
 
 SPECS = [jax.ShapeDtypeStruct((3,), jnp.float32)] * 3
 COUNTS = [jax.ShapeDtypeStruct((3,), jnp.int32)] * 3
@@ -101,3 +108,21 @@ def test_large_integers_are_told_apart() -> None:
     sampler = Sampler()
     x, y = (sampler.constant(np.int64(2**60 + k)) for k in range(2))
     assert not x.is_equal(y)
+
+
+def test_zeros_and_ends_are_drawn_where_asked_for() -> None:
+    for zeros, ends in ((False, False), (True, False), (True, True)):
+        x = Sampler(zeros, ends).entries((3,), np.dtype(np.float32))
+        assert np.any((x.rank == 0) & (x.end == 0)) == zeros
+        assert {*x.end.flat} == ({-1, 0, 1, NAN} if ends else {0})
+
+
+def test_nan_is_larger_than_nothing_and_spreads_through_maxima() -> None:
+    sampler = Sampler(ends=True)
+    x, y = (sampler.entries((3,), np.dtype(np.float32)) for _ in range(2))
+    either = (x.end == NAN) | (y.end == NAN)
+    assert not np.any(compared(np.greater, x, y) & either)
+    assert np.all(compared(np.not_equal, x, y) >= either)
+    assert np.array_equal(greatest(x, y).end == NAN, either)
+    with pytest.raises(Undecided):
+        _ = x + y

@@ -280,6 +280,23 @@ def biased(c, x):
     return n, mean, squares + d * d
 
 
+def begun_by_zero(c, x):
+    return jnp.where(c == 0, x, jnp.minimum(c, x))
+
+
+def begun_by_infinity(c, x):
+    return jnp.where(jnp.isfinite(c), jnp.minimum(c, x), x)
+
+
+def forgetting_nan(c, x):
+    return jnp.where(c > x, c, x)
+
+
+def kept_after_nan(c, x):
+    largest, place = c
+    return jnp.maximum(largest, x[0]), jnp.where(x[0] <= largest, place, x[1])
+
+
 def moving_average(c, x):
     return 0.9 * c + 0.1 * x
 
@@ -297,6 +314,10 @@ LOOK_ALIKES: dict[str, tuple[Callable, Any, Any]] = {
     "a margin": (other_condition, (NONE, PLACES), (X, NUMBERS)),
     "a value of another condition": (kept_with_another, (NONE, ZERO), (X, Y)),
     "squares without a correction": (biased, (jnp.float32(0), ZERO, ZERO), X),
+    "a least value that zero begins": (begun_by_zero, ZERO, X),
+    "a least value that infinity begins": (begun_by_infinity, -NONE, X),
+    "a largest value that forgets NaN": (forgetting_nan, NONE, X),
+    "a place that NaN moves": (kept_after_nan, (NONE, PLACES), (X, NUMBERS)),
     "an average that forgets": (moving_average, ZERO, X),
     "half precision": (lambda c, x: c + x, ZERO.astype(jnp.float16), X.astype(jnp.float16)),
 }
