@@ -10,7 +10,7 @@ same, equation for equation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.jax_internals import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from symjax_rewrite.literal_folding import FOLDABLE, folded
 
 Sizes = Mapping[str, int]
 CALLS = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
@@ -104,9 +105,9 @@ class _Copy:
         aval: Any = eqn.outvars[0].aval if eqn.outvars else None
         if name == "dim_as_value":
             return [_scalar(self.number(p["dim"]), aval)]
-        folded = _FOLDED.get(name)
-        if folded is not None and not aval.shape and all(map(jax_internals.is_literal, reads)):
-            return [_scalar(folded(*(a.val for a in reads)), aval)]
+        known = all(map(jax_internals.is_literal, reads)) and name in FOLDABLE
+        if known and (number := folded(eqn, reads)) is not None:
+            return [_literal(number)]
         outs = [Var(self.aval(v.aval)) for v in eqn.outvars]
         params = {key: self.value(x) for key, x in p.items()}
         made = eqn.replace(invars=reads, outvars=outs, params=params)
@@ -203,13 +204,3 @@ def _literal(atom: Literal) -> Literal:
 
 def _scalar(x: Any, aval: Any) -> Literal:
     return Literal(np.asarray(x).astype(aval.dtype)[()], aval.update(weak_type=False))
-
-
-_FOLDED: dict[str, Callable[..., Any]] = {
-    "convert_element_type": lambda x: x,
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
-    "max": np.maximum, "min": np.minimum, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and,
-    "or": np.bitwise_or, "not": np.bitwise_not,
-    "select_n": lambda which, *cases: cases[int(which)],
-}  # fmt: skip

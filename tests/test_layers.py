@@ -30,6 +30,7 @@ LAYERS = {
         "jax_calls",
         "jax_kernels",
         "jax_sizes",
+        "literal_folding",
         "spec_texts",
         "text_tables",
         "usage_records",

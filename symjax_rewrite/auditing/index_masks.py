@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from symjax_rewrite.ir import primitives
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, IOTA, LEAF, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.literal_folding import NUMPY as UFUNCS
 
 ROWS = 32  # rows of a mask that are evaluated
 MOST_COLUMNS = 1 << 20
 
 NUMPY: dict[str, Callable[..., Any]] = {
-    **primitives.NUMPY,
+    **UFUNCS,
     "not": np.logical_not, "xor": np.bitwise_xor, "sign": np.sign, "rem": np.fmod,
     "div": lambda a, b: np.trunc(a / b), "floor": np.floor, "ceil": np.ceil,
     "select_n": lambda which, *cases: np.where(which, cases[-1], cases[0]),

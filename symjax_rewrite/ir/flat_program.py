@@ -1,7 +1,8 @@
 """Flat programs: a closed jaxpr as a list of equations over numbered values.
 
 Nested `jit` without sharding or donation is inlined, and so are custom_jvp/custom_vjp bodies:
-rewrites preserve values, and derivatives are taken of the original program (see `api`).
+rewrites preserve values, and derivatives are taken of the original program (see `api`). Equations
+of literals alone are literals.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.literal_folding import FOLDABLE, folded
 
 Value = int | jax_internals.Literal  # a numbered value, or a literal
 
@@ -123,6 +125,12 @@ def inline(
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         invals = tuple([a if isinstance(a, literal) else env[a] for a in eqn.invars])
+        if name in FOLDABLE:
+            numbers = [v for v in invals if isinstance(v, literal)]
+            number = folded(eqn, numbers) if len(numbers) == len(invals) else None
+            if number is not None:
+                env[eqn.outvars[0]] = number
+                continue
         first = len(avals)
         for var in eqn.outvars:
             env[var] = len(avals)

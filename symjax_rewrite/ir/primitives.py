@@ -22,6 +22,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitive_context import Groups, NotLiftedError, Site, require, solve_matrix
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.literal_folding import NUMPY
 
 RING = "fciu"  # dtype kinds that are rings (bfloat16 and float8 report kind V and count as f)
 
@@ -430,16 +431,6 @@ ROWS: dict[str, Row] = {
 }
 
 # Primitives that NumPy has, with the same meaning for integers and booleans.
-NUMPY: dict[str, Callable[..., Any]] = {
-    name: getattr(np, ufunc)
-    for name, ufunc in (
-        pair.split("=")
-        for pair in """add=add add_any=add sub=subtract mul=multiply neg=negative abs=abs
-        max=maximum min=minimum eq=equal ne=not_equal lt=less le=less_equal gt=greater
-        ge=greater_equal and=bitwise_and or=bitwise_or not=invert""".split()
-    )
-}
-
 VIEWS = frozenset("stop_gradient copy transpose broadcast_in_dim squeeze reshape".split())
 _NAN = float("nan")  # one object, so that NaN constants compare equal in the hash table
 

@@ -16,7 +16,7 @@ import numpy as np
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
-from symjax_rewrite.ir.primitives import NUMPY
+from symjax_rewrite.literal_folding import NUMPY
 from symjax_rewrite.loops.loop import Carry, Loop, Source, get
 
 LOOPS = frozenset({"scan", "while"})

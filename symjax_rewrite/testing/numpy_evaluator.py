@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.ir.primitives import NUMPY
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.literal_folding import NUMPY
 
 # Allowed difference of two results relative to the largest value: rounding of some thousand steps.
 TOLERANCE = {

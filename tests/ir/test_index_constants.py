@@ -10,8 +10,8 @@ import pytest
 from symjax_rewrite.ir import flat_program, term_graph
 from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitives import NUMPY
 from symjax_rewrite.ir.term import CONST, IOTA, LEAF, Ref
+from symjax_rewrite.literal_folding import NUMPY
 
 COUNT = np.arange(12, dtype=np.int32)
 LOWER = np.tri(5, 7, 2, dtype=bool)

@@ -73,6 +73,15 @@ def test_other_powers_stay(fun: Any, options: dict[str, Any]) -> None:
     assert powers(fun, X, **options) == 0
 
 
+@pytest.mark.parametrize("exponent", [1.75, -0.5, 2.5])
+def test_gradients_of_powers_have_roots_only(exponent: float) -> None:
+    grad = jax.vmap(jax.grad(lambda x: x**exponent))
+    x = jnp.linspace(0.1, 3.0, X.size)
+    fun = sym_optimize(grad, device="cpu")
+    assert "pow" not in {e.primitive.name for e in fun.explain(X).after.jaxpr.eqns}
+    np.testing.assert_allclose(fun(x), exponent * x ** (exponent - 1), rtol=3e-6)
+
+
 @pytest.mark.usefixtures("one_device")
 def test_forces_with_a_power_are_a_fold_of_roots() -> None:
     def forces(x: jax.Array) -> jax.Array:
