@@ -25,7 +25,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
-from symjax_rewrite.ir.flat_program import Program, flatten, inlinable_body
+from symjax_rewrite.ir.flat_program import Program, flatten, flattening_once, inlinable_body
 from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
@@ -213,7 +213,7 @@ class Optimiser:
         """
         start = time.perf_counter()
         allowed = planned_regions(self.options.plan, closed)
-        with collector_paused(), planning_for(self.device):
+        with collector_paused(), planning_for(self.device), flattening_once():
             result = self._run(closed, frozen, allowed, start, {}, self.device.call_s)
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(

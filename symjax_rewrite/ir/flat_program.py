@@ -7,8 +7,10 @@ of literals alone are literals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,15 +91,39 @@ class Program:
         self.avals.append(aval)
         return len(self.avals) - 1
 
+    def copy(self) -> Program:
+        """Return the same program with shared equations, for changes of its own."""
+        lists = {k: [*getattr(self, k)] for k in ("avals", "inputs", "equations", "outputs")}
+        return replace(self, consts={**self.consts}, saved={*self.saved}, **lists)
+
+
+_flattened: ContextVar[dict[tuple, Program] | None] = ContextVar("flat programs", default=None)
+
+
+@contextlib.contextmanager
+def flattening_once() -> Iterator[None]:
+    """Number the values of equal jaxprs once in this context: a body is read and then optimised."""
+    token = _flattened.set({})
+    try:
+        yield
+    finally:
+        _flattened.reset(token)
+
 
 def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
     """Number the values of a jaxpr and inline its calls where permitted.
 
     has_rules: True to keep calls with custom derivatives, for a program that is differentiated.
     """
+    known = _flattened.get()
+    key = (id(closed.jaxpr), has_rules, *map(id, closed.consts))
+    if known is not None and key in known:
+        return known[key].copy()
     program = Program(closed, has_rules=has_rules)
     program.inputs = [program.new_value(var.aval) for var in closed.jaxpr.invars]
     program.outputs = inline(program, closed, program.inputs)
+    if known is not None:
+        known[key] = program.copy()  # it holds the jaxpr, so that no other has its place
     return program
 
 

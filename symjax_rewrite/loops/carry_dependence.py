@@ -63,7 +63,11 @@ def composes(loop: Loop) -> bool:
 
 def groups_of(loop: Loop) -> Iterator[Group]:
     """Yield the carries of a loop in groups that depend on each other, in solving order."""
-    for group in _components(dependencies(loop)):
+    reads = dependencies(loop)
+    for group in _components(reads):
+        if not any(reads[k] & group for k in group):
+            yield Group(tuple(group), Degree())
+            continue
         degrees = _degrees(loop, {loop.carries[k].inner for k in group})
         outs = numbers([loop.carries[k].out for k in group])
         worst = _worst([degrees[v] for v in outs if v in degrees])
@@ -122,9 +126,9 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     least = {str(loop.body.avals[v].dtype) for v in moving}
     known = Degree()
     for e in loop.body.equations:
-        found = [degrees[v] for v in e.reads if v in degrees]
-        if not found:
+        if degrees.keys().isdisjoint(e.reads):
             continue
+        found = [degrees[v] for v in e.reads if v in degrees]
         degree = next((d for d in found if d.kind == OTHER), None)
         if degree is None:
             operands = [degrees.get(v, known) if type(v) is int else known for v in e.invals]

@@ -76,14 +76,19 @@ class Fusion:
         reorders: bool = False,
     ) -> None:
         self.loop, self.around, self.reorders = loop, around, reorders
+        self.written = tuple(loop.makes)
         self.own = set(own)
         self.taken = set(taken)  # equations that read the loop's results inside the loop
-        self.below = around.below(loop.makes)
         self.costs: dict[tuple[int, int], float] = {}
         self.stepped: dict[tuple[int, int], Value] = {}
         self.fixed: dict[int, int] = {}
         self.result_costs: dict[tuple[int, int], float] = {}
         self.saved = 0.0
+
+    @functools.cached_property
+    def below(self) -> set[int]:
+        """Return the values that depend on the loop as written."""
+        return self.around.below(self.written)
 
     def run(self) -> float:
         """Fuse, and return the bytes that are no longer written."""
