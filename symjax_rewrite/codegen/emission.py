@@ -258,8 +258,20 @@ class TermPart:
 
     def _form_needs(self, form: RegionForm, ref: Ref) -> list[int]:
         """Return the classes of the program from which a region's value is computed."""
-        origins = (self.verbatim_origin(form, cls) for cls in _cone(form, ref.cls))
+        origins = (self.verbatim_origin(form, cls) for cls in self.cone(form, ref.cls))
         return [o.cls for o in origins if o is not None]
+
+    def cone(self, form: RegionForm, root: int, done: Iterable[int] = ()) -> list[int]:
+        """Return the classes of a region from which one is computed here, operands first.
+
+        done: classes to leave out. Those that are read as written end the walk.
+        """
+
+        def operands(cls: int) -> list[int]:
+            is_read = self.verbatim_origin(form, cls) is not None
+            return [] if is_read else [a.cls for a in form.choice[cls].args]
+
+        return postorder([root], operands, done)
 
     def verbatim_origin(self, form: RegionForm, cls: int) -> Ref | None:
         """Return the program class to read for a region class that is computed as written."""
@@ -417,7 +429,7 @@ class TermReader:
 
     def _solve(self, form: RegionForm, root: int, order: Sequence[int]) -> Array:
         done = self._solutions.setdefault(id(form), {})
-        classes, orders = _cone(form, root, done), {root: order}
+        classes, orders = self.part.cone(form, root, done), {root: order}
         for cls in reversed(classes):
             for a in form.choice[cls].args:
                 orders.setdefault(a.cls, _order_below(form.choice[cls], a, orders[cls]))
@@ -464,8 +476,3 @@ def _order_below(node: Node, operand: Ref, order: Sequence[int]) -> Sequence[int
     """Return the order that an elementwise node wants of an operand; others take any."""
     is_elementwise = node.op in (ADD, MAP) or (node.op == CONTRACT and not node.bound)
     return _slots_in_order(operand.axes, order) if is_elementwise else ()
-
-
-def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:
-    """Return a region's classes under a root, operands first, without the classes already done."""
-    return postorder([root], lambda c: [a.cls for a in form.choice[c].args], done or ())

@@ -52,3 +52,16 @@ def test_a_transposition_is_emitted_once():
     assert str(report.after.jaxpr).count("transpose[") == 1
     for ours, theirs in zip(sym_optimize(scaled)(*args), scaled(*args), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_operands_of_a_value_that_is_read_as_written_are_not_read():
+    def f(a, b, c, x):
+        both = a @ b
+        return both, (both.reshape(256, 2, 128) @ c) @ x
+
+    shapes = (256, 256), (256, 256), (128, 512), (512,)
+    given = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    found = sym_optimize(f, kernels="off").explain(*given)
+    assert [r.name for r in found.rules] == ["contraction_order"]
+    names = [e.primitive.name for e in found.after.jaxpr.eqns]
+    assert names.count("reshape") == 1  # of the product, and not of the right operand
