@@ -12,9 +12,10 @@ rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number 
 entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in
 batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features
 with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: products of long matrices
-with few columns; `product_row_s` of `MemoryFacts`. *Tiles*: folds of sums over features; `chained`
-of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a loop;
-`piece_s` of `FoldFacts`.
+with few columns; `product_row_s` of `MemoryFacts`. *Fusions*: differences of a product and points,
+reduced, with the product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds
+of sums over features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis,
+read and written in a loop; `piece_s` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -193,6 +194,30 @@ def rows(count: int = 200_000) -> None:
         print(f"{width:2} by {out}: {took / count * 1e9:.2f} ns a row")
 
 
+def fused_products(width: int = 64) -> None:
+    """Print how many times slower fusions are that hold a product, by the side it is read from."""
+
+    def differences(x: Any, y: Any) -> Any:
+        return jnp.max(jnp.abs(x[:, None] - y), -1)
+
+    def stored(x: Any) -> Any:
+        return lax.reduce_precision(x, 8, 23)
+
+    w, y = array(width, 32), array(800, 32)
+    for count in (200, 700, 1000, 1050, 2000):
+        x = array(count, width)
+        sides = {
+            "rows": lambda x, w, y, f: differences(f(x @ w), y),
+            "columns": lambda x, w, y, f: differences(y, f(x @ w)),
+            "both": lambda x, w, y, f: differences(f(x @ w), f(x @ w)),
+        }
+        for side, reduced in sides.items():
+            fused, apart = (
+                seconds_of(functools.partial(reduced, f=f), x, w, y) for f in (lambda x: x, stored)
+            )
+            print(f"{4 * x.size >> 10:4} KiB as {side}: {fused / apart:.1f} times as long")
+
+
 def tiles(points: int = 2000) -> None:
     """Print the steps per operation of a fold of sums over features."""
     for width in (4, 8, 16, 32, 64):
@@ -303,6 +328,7 @@ def main() -> None:
         search()
         features()
         rows()
+        fused_products()
         tiles()
         ties()
         squares()

@@ -75,7 +75,8 @@ def pieces_moved(spec: FoldSpec, blocks: Blocks) -> float:
     """Return the contiguous pieces of memory in which loops read and write the blocks of arrays.
 
     A looped axis that is stored last leaves pieces of one element, and so does a batch axis that a
-    block holds: its products need such axes first.
+    block holds: its products need such axes first. What no loop cuts is read as the program as
+    written reads it.
     """
     rows, cols = max(blocks.rows, 1), max(blocks.cols, 1)
     extent = dict.fromkeys(spec.batch, 1) | {a: spec.size[a] for a in blocks.inner}
@@ -87,10 +88,12 @@ def pieces_moved(spec: FoldSpec, blocks: Blocks) -> float:
         sizes = [spec.extent(a) for a in axes]
         held = [min(extent.get(a, size), size) for a, size in zip(axes, sizes, strict=True)]
         cut = [k for k, size in enumerate(sizes) if held[k] < size]
+        if not cut:
+            return 0.0
         lead = [k for k, a in enumerate(axes) if held[k] == 1 or a in blocks.inner]
         transposed = [k + 1 for k in lead if held[k] > 1 and not {*range(k)} <= {*lead}]
-        times = across * (along if spec.col in axes else 1) if cut else 1
-        return times * math.prod(held[: max(cut[-1:] + transposed)]) if cut or transposed else 0.0
+        times = across * (along if spec.col in axes else 1)
+        return times * math.prod(held[: max(cut[-1:] + transposed)])
 
     return sum(map(pieces, (*[o.axes for o in spec.operands], *result_axes(spec))))
 

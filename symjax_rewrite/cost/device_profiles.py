@@ -276,6 +276,7 @@ CPU = Device(
         single_rows=False,
         reads_places=True,
         streams_products=True,
+        streams_batches=jax.__version_info__ >= (0, 11),
         library_rows=4096,
         library_columns=640,
         transposed_bytes_per_s=2e9,
@@ -322,7 +323,9 @@ CPU = Device(
     columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11, 1) else None,
     column_scans=ColumnScanFacts(),
     fusions=(
-        FusionFacts(product_s=0.0, square_repeats=4.0, sums_are_products=True, sorts_parts=True)
+        FusionFacts(
+            product_bytes=1 << 18, square_repeats=4.0, sums_are_products=True, sorts_parts=True
+        )
         if jax.__version_info__ < (0, 11)
         else FusionFacts()
     ),

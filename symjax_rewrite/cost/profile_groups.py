@@ -186,6 +186,9 @@ class FoldFacts:
     streams_products: bool = fact(
         "XLA fuses a product into one elementwise chain and one reduction of it", False
     )
+    streams_batches: bool = fact(
+        "the same of products in batches, and of those with as many rows as columns", False
+    )
     library_rows: float = quantity(
         "rows", "softmax(q kᵀ) v of so many, times its batch, is one call of XLA's library",
         NO_SCRIPT, math.inf,
@@ -434,7 +437,9 @@ class FusionFacts:
         "elements", "stored rows of whole vectors are reduced fast", ORIENTATION, 8
     )
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
-    product_s: float = quantity("s/element", "that reads a product in a fusion", ORIENTATION, 1e-9)
+    product_bytes: float = quantity(
+        "bytes", "of the left operand of a product that a fusion computes in one piece", LAWS, 0
+    )
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
     vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
@@ -444,6 +449,14 @@ class FusionFacts:
     )
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
+
+    def writes(self, is_outer: bool, is_last: bool, left_bytes: float) -> bool:
+        """Return True if a fusion writes what it reduces, computed from a product.
+
+        is_outer: True if the product is repeated along an axis outside its rows. is_last: True if
+        no operation of the fusion follows the reduction. left_bytes: of the product's left operand.
+        """
+        return is_outer and is_last if left_bytes <= self.product_bytes else not is_outer
 
     def across_seconds(self, rows: float, page_s: float) -> float:
         """Return the seconds of a reduction across short rows in a fusion.

@@ -5,7 +5,10 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
 
 - The call takes some time for every innermost row of the array. That is long for rows of one to
   four elements, such as points in space.
-- It computes a product in the fusion again for every element that reads the product.
+- It writes the array that it computes from a product in the fusion, and reduces. The array stays
+  unwritten if the product is repeated along outer axes. Until jaxlib 0.11 a product in one piece is
+  the other way round, and what is repeated along outer axes is unwritten too if an operation
+  follows the reduction.
 - A product of matrices takes the reductions that it reads into its own call, and writes their
   operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
   operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
@@ -125,14 +128,14 @@ class Chain:
 
     steps: operations on arrays of the size of the operand, up to those that XLA stores since
     several equations read them. width: of the shortest innermost rows of these arrays. spread:
-    smaller values that are repeated to that size. computed: True if no array of that size is read
-    from memory. selected: selections that are extrema. fused: False if the library lacks another
-    operation, so that XLA stores the operand of the reduction.
+    smaller values that are repeated to that size, with the equations that repeat them. computed:
+    True if no array of that size is read from memory. selected: selections that are extrema. fused:
+    False if the library lacks another operation, so that XLA stores the operand of the reduction.
     """
 
     width: int
     steps: int = 0
-    spread: set[int] = field(default_factory=set)
+    spread: dict[int, list[Equation]] = field(default_factory=dict)
     computed: bool = True
     selected: list[Equation] = field(default_factory=list)
     fused: bool = True
@@ -151,7 +154,7 @@ def _chain(x: int, r: Fused) -> Chain:
     for v in stack:
         maker = makers.get(v)
         if avals[v].shape != shape and avals[v].size < size:
-            found.spread.add(v)
+            found.spread.setdefault(v, [])
         elif maker is not None and (maker.name in FUSED or _is_view(maker)):
             if v != x and len(users[v]) > 1:
                 stored.add(v)
@@ -166,6 +169,9 @@ def _chain(x: int, r: Fused) -> Chain:
                 reads = reads[1:]  # without the test
             elif found.fused and maker.name in ELEMENTWISE and maker.name not in VIEWS:
                 found.fused = is_known(maker.name, [makers[a].name for a in reads if a in makers])
+            for a in reads:
+                if avals[a].size < size:
+                    found.spread.setdefault(a, []).append(maker)
             fresh = [a for a in dict.fromkeys(reads) if a not in seen]
             stack += fresh
             seen.update(fresh)
@@ -206,15 +212,42 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
                 if not (shared and _read(e) // _made(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
         row_s = facts.row_s * _read(e) / chain.width
-        for p in _made_from(chain.spread, makers):
-            made: Any = p.eqn.outvars[0].aval
-            if p.name != "dot_general" or made.dtype not in DTYPES:
-                continue
-            fused_s = facts.product_s * _read(e)
-            seconds = row_s + fused_s, row_s + facts.stored_s * made.size
-            if r.pays(*seconds):
-                products[p.outvals[0]] = candidate(RULE, p.where(), _stored_result(p), seconds)
+        if any(u.name == "dot_general" for u in _fused_readers(e, users)):
+            continue  # the product computes the reduction
+        written_s = facts.stored_s * _read(e) + r.device.page_seconds(4.0 * _read(e))
+        is_last = not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
+        for v, repeated in chain.spread.items():
+            for p in _made_from([v], makers):
+                made: Any = p.eqn.outvars[0].aval
+                if p.name != "dot_general" or made.dtype not in DTYPES:
+                    continue
+                if any(
+                    _writes_pairs(p, r.program.avals[v].shape, u, is_last, facts) for u in repeated
+                ):
+                    seconds = row_s + written_s, row_s + facts.stored_s * made.size
+                    if r.pays(*seconds):
+                        part = _stored_result(p)
+                        products[p.outvals[0]] = candidate(RULE, p.where(), part, seconds)
     yield from products.values()
+
+
+def _writes_pairs(
+    p: Equation, shape: tuple[int, ...], u: Equation, is_last: bool, facts: FusionFacts
+) -> bool:
+    """Return True if XLA writes what is computed from a product in a fusion.
+
+    shape: of the product, or of a function of it. u: the equation that repeats it. is_last: True if
+    no operation of the library follows in the fusion.
+    """
+    whole = shape_of(u.eqn.outvars[0])
+    places = u.eqn.params.get("broadcast_dimensions", range(len(whole)))
+    own = [k for k, n in zip(places, shape, strict=False) if n > 1]
+    if len(own) < 2:
+        return False  # a product with a vector
+    is_outer = any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
+    left, (_, (batch, _)) = shape_of(p.eqn.invars[0]), p.eqn.params["dimension_numbers"]
+    matrix = math.prod(n for k, n in enumerate(left) if k not in batch)
+    return facts.writes(is_outer, is_last, 4.0 * matrix)
 
 
 def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]:

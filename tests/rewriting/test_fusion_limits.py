@@ -72,17 +72,33 @@ TAKEN = {
 }  # fmt: skip
 
 
-PRODUCTS = {
-    "one": (lambda x: jnp.exp(-distances(x @ W, x @ W)), array(128, 64)),
-    "two": (lambda x, y: jnp.tanh(distances(x @ W, y @ W)), array(128, 64), array(128, 64)),
-}
+SMALL, LARGE, POINT = array(700, 64), array(1100, 64), array(120, 32)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_in_fusions_are_stored_where_xla_computes_them_again(name: str) -> None:
-    fun, *args = PRODUCTS[name]
+@pytest.mark.parametrize(
+    ("x", "is_inner", "until_11", "from_11"),
+    [
+        (SMALL, True, 1, 0), (SMALL, False, 0, 1), (LARGE, True, 0, 0), (LARGE, False, 1, 1),
+    ],
+)  # fmt: skip
+def test_products_in_fusions_that_write_what_reads_them_are_stored(
+    x: jax.Array, is_inner: bool, until_11: int, from_11: int
+) -> None:
+    def farthest(x, y):
+        z = x @ W
+        return jnp.max(jnp.abs(y[:, None] - z if is_inner else z[:, None] - y), -1)
+
     assert CPU.fusions is not None
-    assert bool(stored(fun, *args)) == (CPU.fusions.product_s > 0)
+    expected = until_11 if CPU.fusions.product_bytes else from_11
+    assert stored(farthest, x, POINT) == expected
+    followed = stored(lambda x, y: jnp.sqrt(farthest(x, y)), x, POINT)
+    assert followed == (expected and not is_inner)
+    weights = array(len(x) if is_inner else len(POINT), 8)
+    assert not stored(lambda x, y, w: farthest(x, y) @ w, x, POINT, weights)
+
+
+def test_a_product_against_itself_is_stored() -> None:
+    assert stored(lambda x: distances(x @ W, x @ W), array(128, 64))
 
 
 @pytest.mark.parametrize("name", TAKEN)

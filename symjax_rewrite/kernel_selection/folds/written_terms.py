@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -39,7 +40,9 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     """Return True if XLA computes a cluster in one loop too, without its terms in memory.
 
     XLA fuses one product, a chain of elementwise operations that are each read once, and one sum or
-    extremum. A second reader, or a product with weights, puts the term into memory.
+    extremum. A second reader, or a product with weights, puts the term into memory, and so does a
+    product in a batch or with as many rows as columns, unless the device streams these too or the
+    terms read an array of pairs.
     """
     if not device.folds.streams_products or len(cluster.members) != 1:
         return False
@@ -51,9 +54,23 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     choice, mine, _, _ = written_terms(t, cluster)
     inner = [choice[c] for c in mine if c != m.reduction.cls]
     readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
-    if any(readers[c] > 1 for c in mine) or sum(map(is_dot, inner)) != 1:
+    products = [c for c in mine if c != m.reduction.cls and is_dot(choice[c])]
+    if any(readers[c] > 1 for c in mine) or len(products) != 1:
         return False
-    return all(_fuses(n) for n in inner)
+    if not all(_fuses(n) for n in inner):
+        return False
+    stored = (elements(t, c) for c in choice if c not in mine)
+    plain = _is_plain(t, products[0], choice[products[0]])
+    return plain or device.folds.streams_batches or m.pairs in stored
+
+
+def _is_plain(t: TermGraph, cls: int, node: Node) -> bool:
+    """Return True for a product without a batch, whose result is not square."""
+    sizes = t.graph.classes[cls].sizes
+    left, right = (
+        math.prod([t.number(sizes[i]) for i in {*a.axes} if i < node.out]) for a in node.args
+    )
+    return left * right == elements(t, cls) and left != right
 
 
 def _fuses(node: Node) -> bool:

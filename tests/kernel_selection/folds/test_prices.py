@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import device_profile
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build
@@ -42,6 +43,16 @@ def adapter(x, w, a, b, g):
 @pytest.mark.parametrize("fun", [residual, residual_by_rows, absolute_residual])
 def test_reduction_fused_by_xla_is_no_fold(fun):
     assert not takes_fold(fun, (4096, 4096), (4096, 32), (4096, 32))
+
+
+def test_batches_and_squares_are_fused_as_the_version_of_xla_does():
+    def powers(x, y):
+        return jnp.sum((x @ jnp.swapaxes(y, -1, -2)) ** 4)
+
+    assert not takes_fold(powers, (4096, 16), (4000, 16))
+    stored = not device_profile("cpu").folds.streams_batches
+    assert takes_fold(powers, (4096, 16), (4096, 16)) == stored
+    assert takes_fold(powers, (8, 1024, 16), (8, 1024, 16)) == stored
 
 
 def test_softmax_sums_of_two_readers_stay_a_fold():
