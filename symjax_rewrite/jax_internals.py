@@ -208,8 +208,8 @@ def jit_settings(fun: Any) -> dict[str, Any] | None:
     if not isinstance(fun, type(jax.jit(abs))):  # a wrapper of a jit object has its attributes too
         return None
     info: Any = fun._jit_info  # pyright: ignore[reportAttributeAccessIssue]
-    names = ("static_argnums", "static_argnames", "donate_argnums", "keep_unused", "inline")
-    out: dict[str, Any] = {name: getattr(info, name) for name in names}
+    arguments = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    out: dict[str, Any] = {n: getattr(info, n) for n in (*arguments, "keep_unused", "inline")}
     for side in ("in_shardings", "out_shardings"):
         leaves = getattr(info, f"{side}_leaves")
         if any(leaf is not _UNSPECIFIED for leaf in leaves):

@@ -104,6 +104,13 @@ def test_donation_is_lifted():
     assert x.is_deleted()
 
 
+def test_donation_of_a_keyword_is_lifted():
+    f = sym_optimize(jax.jit(lambda x, *, buffer: buffer + x @ x, donate_argnames="buffer"))
+    x = normal(16, 16) + 0
+    f(normal(16, 16), buffer=x)
+    assert x.is_deleted()
+
+
 # Results.
 
 
