@@ -24,7 +24,7 @@ from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.ir.sizes import Assumptions, value
 from symjax_rewrite.ir.term import LEAF
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.options import Options
 from symjax_rewrite.usage_records import ratio_of
 
@@ -196,12 +196,13 @@ class Context:
     """The context of a pass: options, device, rules and caches.
 
     frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
-    optimise: optimises another program under the same options. kept: caches that an optimiser keeps
-    across programs, by pass. loops: equations of this program that were analysed as loops. sample:
-    the numbers at which symbolic sizes were priced. admits: False for a candidate that policy must
-    not take; it is asked once for every candidate, in the order in which they are found. selects:
-    likewise, of the candidate and the program it was found in. call_s: seconds of a call of the
-    program beside its kernels; 0 for the body of a loop or branch.
+    optimise: optimises another program under the same options, all passes or, with numbers of its
+    inputs that are known, the algebra. kept: caches that an optimiser keeps across programs, by
+    pass. loops: equations of this program that were analysed as loops. sample: the numbers at which
+    symbolic sizes were priced. admits: False for a candidate that policy must not take; it is asked
+    once for every candidate, in the order in which they are found. selects: likewise, of the
+    candidate and the program it was found in. call_s: seconds of a call of the program beside its
+    kernels; 0 for the body of a loop or branch.
     """
 
     options: Options
@@ -211,7 +212,7 @@ class Context:
     frozen: frozenset[int]
     allowed: set[str] | None
     started: float
-    optimise: Callable[[ClosedJaxpr], Any]
+    optimise: Callable[..., Any]
     kept: dict[str, Any]
     loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
     sample: dict[str, int] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
-from symjax_rewrite.passes import OF_LOOPS, PASSES
+from symjax_rewrite.passes import OF_INVARIANTS, OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.signatures import Selection
 from symjax_rewrite.text_tables import NOT_SEARCHED
@@ -234,10 +234,12 @@ class Optimiser:
         solved: dict[Hashable, tuple[Result, ClosedJaxpr]],
         call_s: float = 0.0,
         is_live: bool = False,
+        passes: Sequence[Pass] | None = None,
     ) -> Result:
         """Optimise a program; `solved` holds the results of bodies: equal ones are run once.
 
-        is_live: True if nothing in the program and in the bodies of its scans is dead.
+        is_live: True if nothing in the program and in the bodies of its scans is dead. passes: to
+        run in place of all.
         """
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
         if not count:
@@ -246,13 +248,14 @@ class Optimiser:
             return _kept(closed, f"{count} equations exceed the budget of {most}")
         spent: list[str] = []
 
-        def optimise(body: ClosedJaxpr) -> Result:
-            place = (id(body.jaxpr), *map(id, body.consts))
+        def optimise(body: ClosedJaxpr, known: frozenset[int] = frozenset()) -> Result:
+            place = (known, id(body.jaxpr), *map(id, body.consts))
             if place not in solved:
-                key = program_key(body) or place
+                key = (known, program_key(body) or place)
                 if key not in solved:
                     alive = id(body.jaxpr) in run.live_bodies
-                    made = self._run(body, frozenset(), allowed, start, solved, is_live=alive)
+                    passes = [p for p in self.passes if not known or p.name in OF_INVARIANTS]
+                    made = self._run(body, known, allowed, start, solved, 0.0, alive, passes)
                     solved[key] = made, body
                 solved[place] = solved[key][0], body  # held, so that no other has its place
             spent.append(solved[place][0].spent)
@@ -263,7 +266,7 @@ class Optimiser:
         context.selects, context.call_s = self.selects, call_s
         run = _Run(closed, context, is_live)
         try:
-            result = run.through(self.passes)
+            result = run.through(self.passes if passes is None else passes)
         except OutOfTimeError:
             return _kept(closed, f"the clock of {self.options.budget.seconds} s ran out")
         result.spent = next(filter(None, spent), "")

@@ -77,3 +77,5 @@ PASSES: tuple[Pass, ...] = (
 
 # Passes of loops and of the bodies in them; the others work on index terms and large arrays.
 OF_LOOPS = frozenset({"differentiated_loops", "paired_steps", "affine_trees", "loops", "bodies"})
+# Passes that multiply what a loop does not change, computed once before it.
+OF_INVARIANTS = frozenset({"algebra"})

@@ -21,11 +21,12 @@ PLAIN = ELEMENTWISE | VIEWS | {"slice", "concatenate"}  # a step for each elemen
 
 def aval_size(aval: Any) -> float:
     """Return the number of elements of a value; symbolic sizes count as `SYMBOLIC`."""
-    return _elements(getattr(aval, "shape", ()))
+    return elements(getattr(aval, "shape", ()))
 
 
 @functools.lru_cache(1 << 12)
-def _elements(shape: tuple[Any, ...]) -> float:
+def elements(shape: tuple[Any, ...]) -> float:
+    """Return the number of elements of a shape; symbolic sizes count as `SYMBOLIC`."""
     return float(math.prod(map(_number, shape)))
 
 

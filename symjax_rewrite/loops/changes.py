@@ -50,13 +50,17 @@ def candidate(
     reason: str = "",
     seconds: Seconds | None = None,
     share: bool = False,
+    bodies: tuple[tuple[Any, int], ...] = (),
 ) -> Candidate:
-    """Return a changed loop; `names` are the transformations that were applied."""
+    """Return a changed loop; `names` are the transformations that were applied.
+
+    bodies: results of the optimiser on bodies, with their trip counts.
+    """
     (source, *_) = [p.source for p in parts if p.source is not None]
     rules = tuple((name, REDUNDANCY) for name in names)
     before, after = (None, None) if seconds is None else (Cost(seconds=s) for s in seconds)
     where = jax_internals.source_line(source)
-    return Candidate("scan", parts, where, reason, rules, before, after, share=share)
+    return Candidate("scan", parts, where, reason, rules, before, after, share=share, bodies=bodies)
 
 
 def refused(

@@ -29,6 +29,7 @@ from symjax_rewrite.loops.carry_dependence import composes, describe
 from symjax_rewrite.loops.changes import Seconds, candidate, loop_part, part_of, refused, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
+from symjax_rewrite.loops.joined_invariants import invariant_inputs, least_steps, may_join
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.loops.motion import Motion, moved_seconds
@@ -91,9 +92,9 @@ class ImprovedLoops(LoopPass):
         if not has_loops(program):
             return
 
-        def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
-            found = context.optimise(body)
-            return found.staged() if found.taken else None
+        def optimise(body: ClosedJaxpr, known: frozenset[int] = frozenset()) -> Any | None:
+            found = context.optimise(body, known)
+            return found if found.taken else None
 
         search = LoopSearch(
             context.once(Surroundings, program),
@@ -135,7 +136,8 @@ class LoopSearch:
     """The search for cheaper forms of the loops of one program.
 
     passes: those permitted, of `rule.TRANSFORMATIONS`. reorders: True if sums may be rounded in
-    another order. optimise: returns the optimised form of a body, or None if the body stays. route:
+    another order. optimise: returns the result of the optimiser on a body (`optimizer.Result`), or
+    None if the body stays; it may be given numbers of inputs whose products cost nothing. route:
     returns a kernel for a loop or None, and the reason.
     """
 
@@ -145,7 +147,7 @@ class LoopSearch:
         device: Device,
         passes: Collection[str],
         reorders: bool = True,
-        optimise: Callable[[ClosedJaxpr], ClosedJaxpr | None] = lambda _: None,
+        optimise: Callable[..., Any | None] = lambda *_: None,
         route: Callable[[Loop], Routed] | None = None,
         light: bool = False,
     ) -> None:
@@ -281,6 +283,7 @@ class LoopSearch:
         reasons: why the whole loop is no kernel. also: transformations that were applied before.
         """
         loop, cut = written, self._cut(written) if self.reorders else None
+        bodies: tuple[tuple[Any, int], ...] = ()
         if cut is not None:
             (loop, motion), also = cut, [*also, PARTS]
         else:
@@ -288,6 +291,9 @@ class LoopSearch:
             yield from (refused(r, e.eqn, name="loop") for r in dict.fromkeys(motion.refused))
             if motion.any and not also:
                 loop, motion = self._best_order(e, loop, motion)
+            joined = None if also else self._joined(e, loop, motion)
+            if joined is not None:
+                loop, motion, bodies = joined
         before_s = moved_seconds(written, Motion(), self.device) if motion.any else 0.0
         if PACKING in self.passes and _pack(loop, motion, self.device):
             also = [*also, PACKING]
@@ -299,7 +305,9 @@ class LoopSearch:
         if motion.any or also:
             seconds = (before_s, moved_seconds(loop, motion, self.device)) if motion.any else None
             names, alone = [*_names(motion), *also], not (also or taken)
-            yield candidate(part, names=names, reason=taken, seconds=seconds, share=alone)
+            yield candidate(
+                part, names=names, reason=taken, seconds=seconds, share=alone, bodies=bodies
+            )
 
     def _find_constant_starts(self, loop: Loop) -> None:
         """Replace the start of a carry by a number, if all its elements are that number."""
@@ -343,14 +351,36 @@ class LoopSearch:
         spots = jax_internals.optimisable_bodies(e.eqn)
         if not self.reorders or len(spots) != 1 or not _may_reorder(loop, self.device):
             return loop, motion
-        body = self.optimise(spots[0].body)
-        eqn = None if body is None else spots[0].replace(e.eqn, body)
+        other = self._with_body(e, self.optimise(spots[0].body))
+        wholes = [(loop, motion), *([] if other is None else [other])]
+        return min(wholes, key=lambda whole: moved_seconds(*whole, self.device))
+
+    def _with_body(self, e: Equation, body: Any | None) -> tuple[Loop, Motion] | None:
+        """Return a loop with the result of the optimiser as its only body, and its motion."""
+        (spot,) = jax_internals.optimisable_bodies(e.eqn)
+        eqn = None if body is None else spot.replace(e.eqn, body.staged())
         other = None if eqn is None else normal_loop(Equation(eqn, e.invals, e.outvals))
         if other is None:
-            return loop, motion
-        moved = find_motion(other, self.device, self.reorders, self.passes)
-        wholes = [(loop, motion), (other, moved)]
-        return min(wholes, key=lambda whole: moved_seconds(*whole, self.device))
+            return None
+        return other, find_motion(other, self.device, self.reorders, self.passes)
+
+    def _joined(
+        self, e: Equation, loop: Loop, motion: Motion
+    ) -> tuple[Loop, Motion, tuple[tuple[Any, int], ...]] | None:
+        """Return a loop whose invariants are multiplied once, if it is cheaper; and its body."""
+        spots, device = jax_internals.optimisable_bodies(e.eqn), self.device
+        asked = self.reorders and INVARIANT in self.passes and len(spots) == 1
+        if not asked or not may_join(loop, device):
+            return None
+        body = self.optimise(spots[0].body, invariant_inputs(e.eqn))
+        other = self._with_body(e, body)
+        if other is None:
+            return None
+        steps = least_steps(loop)
+        before_s = moved_seconds(loop, motion, device, steps)
+        if not margins.pays(before_s, moved_seconds(*other, device, steps), "hoist", device):
+            return None
+        return *other, ((body, spots[0].times),)
 
     def _then_kernel(
         self, part: Replacement, reasons: list[str]

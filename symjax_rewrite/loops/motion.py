@@ -153,9 +153,12 @@ def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
         return lax.transpose(out, order)
 
 
-def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
-    """Return predicted seconds of a loop and of the equations that leave it."""
-    steps = loop.steps
+def moved_seconds(loop: Loop, motion: Motion, device: Device, steps: int | None = None) -> float:
+    """Return predicted seconds of a loop and of the equations that leave it.
+
+    steps: their number; default: the loop's own.
+    """
+    steps = loop.steps if steps is None else steps
     level = loop.levels()
     total = sum(equation_seconds(e.eqn, device) for e in motion.once)
     for e in (*motion.before, *motion.after):
