@@ -342,10 +342,10 @@ def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
 
 def kind_of(aval: Any) -> tuple:
     """Return shape and dtype of an aval, as values that compare."""
-    return (aval.shape, _dtype_name(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
+    return (aval.shape, dtype_name(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
 
 
-_dtype_name = functools.cache(str)
+dtype_name = functools.cache(str)  # of a dtype, whose own `str` is slow
 
 
 _PLAIN = frozenset({type(None), bool, int, str, float})  # types of most parameters

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.jax_internals import JaxprEqn, Literal
+from symjax_rewrite.jax_internals import JaxprEqn, Literal, dtype_name
 
 NUMPY: dict[str, Callable[..., Any]] = {
     name: getattr(np, ufunc)
@@ -51,12 +51,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def folded(eqn: JaxprEqn, operands: Sequence[Literal]) -> Literal | None:
     """Return the result of an equation of literals; None if XLA's may have other bits."""
     name, aval = eqn.primitive.name, _aval(eqn.outvars[0])
-    if name not in FOLDABLE or aval.shape or str(aval.dtype) not in _KINDS:
+    if name not in FOLDABLE or aval.shape or dtype_name(aval.dtype) not in _KINDS:
         return None
     numbers = [np.asarray(a.val) for a in operands]
     dtypes = [_aval(a).dtype for a in operands]
     if any(
-        x.ndim or _KINDS.get(str(d), "?") not in _ALLOWED[name]
+        x.ndim or _KINDS.get(dtype_name(d), "?") not in _ALLOWED[name]
         for x, d in zip(numbers, dtypes, strict=True)
     ):
         return None
@@ -74,7 +74,7 @@ def _aval(atom: Any) -> Any:
 
 def _has_known_bits(x: Any) -> bool:
     """Return True for a number that is neither NaN nor subnormal."""
-    if _KINDS[str(x.dtype)] != "f":
+    if _KINDS[dtype_name(x.dtype)] != "f":
         return True
     size = abs(float(x))
     return size == 0 or size >= float(jnp.finfo(x.dtype).smallest_normal)
@@ -82,7 +82,7 @@ def _has_known_bits(x: Any) -> bool:
 
 def _is_rounded_once(x: Any, made: Any) -> bool:
     """Return True if a conversion is exact, wraps integers, or rounds by way of no other dtype."""
-    kinds = _KINDS[str(x.dtype)] + _KINDS[str(made.dtype)]
+    kinds = _KINDS[dtype_name(x.dtype)] + _KINDS[dtype_name(made.dtype)]
     if kinds == "ii":
         return True
     if kinds == "ff" and x.dtype.itemsize == 2 * made.dtype.itemsize:

@@ -12,7 +12,7 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import itemsize, shape_of
-from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_name
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 SYMBOLIC = 64  # value of a symbolic size
@@ -36,10 +36,7 @@ def _number(size: Any) -> int:
 
 def aval_bytes(aval: Any) -> float:
     """Return the bytes of a value."""
-    return aval_size(aval) * itemsize(_dtype_name(getattr(aval, "dtype", "float32")))
-
-
-_dtype_name = functools.cache(str)
+    return aval_size(aval) * itemsize(dtype_name(getattr(aval, "dtype", "float32")))
 
 
 def equation_seconds(

@@ -7,6 +7,8 @@ term is worth reading. On GPUs kernels save launches, so that no program is ligh
 
 from __future__ import annotations
 
+import functools
+
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_size, work_seconds
@@ -43,13 +45,14 @@ def launch_seconds(program: Program, device: Device) -> float:
 def _work_seconds(program: Program, device: Device) -> float:
     """Return the seconds of arithmetic and traffic, equation by equation, without the bodies."""
     sizes = [aval_size(aval) for aval in program.avals]
+    steps_of = functools.cache(device.functions.of)
     moved, steps, library_s = 0.0, 0.0, 0.0
     for e in program.equations:
         if e.name in VIEWS:
             continue
         made = sum([sizes[v] for v in e.outvals])
         moved += made + sum([sizes[v] for v in e.reads])
-        steps += made * (1.0 + device.functions.of(e.name))
+        steps += made * (1.0 + steps_of(e.name))
         if e.name in LIBRARY:
             library_s += work_seconds(e.eqn, device)
     widest = 8  # bytes of an element

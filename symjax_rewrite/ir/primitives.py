@@ -34,7 +34,7 @@ def dtype_kind(dtype: str) -> str:
     return {"bool": "b", "bfloat": "f"}.get(name[0], name[0][0]) if name else "?"
 
 
-dtype_name = functools.cache(str)  # of a dtype, whose own `str` is slow
+dtype_name = jax_internals.dtype_name
 
 
 def holds(dtype: str, low: Dim, count: Dim) -> bool:

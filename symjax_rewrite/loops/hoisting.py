@@ -131,7 +131,8 @@ class _Plan:
     def find_after(self) -> None:
         """Find the products with fixed weights that only stacked results depend on."""
         found = [e for e in self.equations if e.name in STACKABLE and self._is_at(e, 2)]
-        found = [e for e in found if self._has_weights(e)]
+        pays = lambda e: _gains(*self._apart(e), 0.0, self.device)  # noqa: E731
+        found = [e for e in found if self._has_weights(e) and pays(e)]
         stays = self._read_by_carries() if found else set()
         moved: list[Equation] = []
         for e in found:

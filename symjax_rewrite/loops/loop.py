@@ -156,12 +156,14 @@ class Loop:
         """Return levels: 0 loop-invariant, 1 known before the loop, 2 carried or effectful."""
         level = dict.fromkeys((*self.consts, *self.body.consts), 0)
         level |= dict.fromkeys((*self.sources, *self.counters), 1)
-        level |= {c.inner: 2 for c in self.carries}
+        carried = {c.inner for c in self.carries}
         for e in self.body.equations:
-            made = 2 if e.eqn.effects else max([level[v] for v in e.reads], default=0)
-            for v in e.outvals:
-                level[v] = made
-        return level
+            if e.eqn.effects or not carried.isdisjoint(e.reads):
+                carried.update(e.outvals)
+            else:
+                made = max([level[v] for v in e.reads], default=0)
+                level.update(dict.fromkeys(e.outvals, made))
+        return level | dict.fromkeys(carried, 2)
 
     def uses(self) -> Counter[int]:
         """Return how often the body and the end of a step read each value."""
