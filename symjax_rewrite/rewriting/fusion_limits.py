@@ -7,8 +7,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
   four elements, such as points in space.
 - It writes the array that it computes from a product in the fusion, and reduces. The array stays
   unwritten if the product is repeated along outer axes. Until jaxlib 0.11 a product in one piece is
-  the other way round, and what is repeated along outer axes is unwritten too if an operation
-  follows the reduction.
+  the other way round, what is repeated along outer axes is unwritten too if an operation follows
+  the reduction, and nothing is written for a reduction that a product of matrices reads.
 - A product of matrices takes the reductions that it reads into its own call, and writes their
   operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
   operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
@@ -212,8 +212,9 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
                 if not (shared and _read(e) // _made(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
         row_s = facts.row_s * _read(e) / chain.width
-        if any(u.name == "dot_general" for u in _fused_readers(e, users)):
-            continue  # the product computes the reduction
+        readers = {u.name for u in _fused_readers(e, users)}
+        if facts.product_bytes and "dot_general" in readers:
+            continue  # that product computes the reduction
         written_s = facts.stored_s * _read(e) + r.device.page_seconds(4.0 * _read(e))
         is_last = not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
         for v, repeated in chain.spread.items():
