@@ -15,7 +15,8 @@ with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: product
 with few columns; `product_row_s` of `MemoryFacts`. *Fusions*: differences of a product and points,
 reduced, with the product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds
 of sums over features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis,
-read and written in a loop; `piece_s` of `FoldFacts`.
+read and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
+`conflict_bytes` and `conflict_s` of `ProductLayouts`.
 """
 
 from __future__ import annotations
@@ -315,6 +316,18 @@ def pieces() -> None:
             print(f"{shape} by {width}, {move.__name__}: {took * 1e9:.1f} ns a piece")
 
 
+def conflicts(count: int = 512) -> None:
+    """Print the times of reading across rows of many lengths, beside those of the swapped product.
+
+    The lines of a column share few places in a cache of 4 KiB a way if rows lie 2 KiB apart.
+    """
+    for row in (256, 500, 512, 768, 1000, 1024, 1500, 1536, 2048):
+        x, y = array(count, row), array(count, 4)
+        across = seconds_of(lambda x, y: x.T @ y, x, y)
+        along = seconds_of(lambda x, y: lax.optimization_barrier(y.T @ x).T, x, y)
+        print(f"rows of {row:4}: {1e9 * (across - along) / x.size:.2f} ns an element")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -334,6 +347,7 @@ def main() -> None:
         squares()
         blocks()
         pieces()
+        conflicts()
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
         return 0.0
     if not left.first:
         return 0.0
-    both = left.elements if right.first or right.free == 1 else left.elements + right.elements
-    return both * facts.across_s
+    added = left.elements * facts.across_each(left.free)
+    return added if right.first or right.free == 1 else added + right.elements * facts.across_s
 
 
 def swapped_seconds(e: Equation, facts: ProductLayouts) -> float:

@@ -395,6 +395,11 @@ class ProductLayouts:
     across_s: float = quantity(
         "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.25e-9
     )
+    conflict_bytes: int = quantity(
+        "bytes", "the same of rows a multiple of this: a column's lines share places in a cache",
+        LAWS, 1 << 11,
+    )  # fmt: skip
+    conflict_s: float = quantity("s/element", "its time then", LAWS, 2e-9)
     result_s: float = quantity("s/element", "a result transposed apart", ORIENTATION, 1.5e-9)
     copy_s: float = quantity(
         "s/element", "an array in memory read in another order of axes", ORIENTATION, 0.5e-9
@@ -406,6 +411,10 @@ class ProductLayouts:
     least_elements: int = quantity(
         "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
     )
+
+    def across_each(self, row: int) -> float:
+        """Return the seconds of an element of rows, of so many in float32, that are read across."""
+        return self.across_s if 4 * row % self.conflict_bytes else self.conflict_s
 
 
 @dataclass(frozen=True, slots=True)
