@@ -22,16 +22,46 @@ def model(x, weights, scales):
     return functools.reduce(lambda x, of: attend(x, *of), zip(weights, scales, strict=True), x)
 
 
-@pytest.mark.parametrize("scales", [(2.0,) * LAYERS, (2.0, 3.0, 4.0, 5.0, 6.0)], ids=str)
-def test_of_equal_clusters_one_is_decided_for_all(one_device, monkeypatch, scales):
-    decided = []
-    decide = _FoldSelection._decide
-    spy = lambda self, *args: decided.append(args) or decide(self, *args)  # noqa: E731
+@pytest.fixture
+def decided(one_device, monkeypatch):
+    """The clusters that are decided."""
+    found, decide = [], _FoldSelection._decide
+    spy = lambda self, *args: found.append(args) or decide(self, *args)  # noqa: E731
     monkeypatch.setattr(_FoldSelection, "_decide", spy)
-    x = jax.ShapeDtypeStruct((BATCH, ROWS, WIDTH), jnp.float32)
-    weights = [jax.ShapeDtypeStruct((3, WIDTH, WIDTH), jnp.float32)] * LAYERS
-    report = sym_optimize(lambda x, w: model(x, w, scales)).explain(x, weights)
-    refused = [use for use in report.routes if use.name == "fold"]
-    assert sum(use.count for use in refused) == LAYERS
+    return found
+
+
+def refused(f, *args):
+    """The number of folds that are refused."""
+    uses = sym_optimize(f).explain(*args).routes
+    return sum(use.count for use in uses if use.name == "fold")
+
+
+X = jax.ShapeDtypeStruct((BATCH, ROWS, WIDTH), jnp.float32)
+WEIGHTS = [jax.ShapeDtypeStruct((3, WIDTH, WIDTH), jnp.float32)] * LAYERS
+
+
+@pytest.mark.parametrize("scales", [(2.0,) * LAYERS, (2.0, 3.0, 4.0, 5.0, 6.0)], ids=str)
+def test_of_equal_clusters_one_is_decided_for_all(decided, scales):
+    assert refused(lambda x, w: model(x, w, scales), X, WEIGHTS) == LAYERS
     # The axes of the first layer are in another order; the sum of the last one is a result.
     assert len(decided) == (3 if len(set(scales)) == 1 else LAYERS)
+
+
+def attend_before(x, w):
+    q, k, v = (x @ w[i] for i in range(3))
+    scores = 0.5 * (q @ jnp.swapaxes(k, 1, 2))
+    before = jnp.tri(x.shape[1], dtype=bool)  # all layers share the first one's mask and numbers
+    weights = jax.nn.softmax(jnp.where(before, scores, -jnp.inf), axis=-1)
+    return x + (1 + jnp.tanh(weights)) @ v
+
+
+def test_the_first_layer_which_makes_masks_and_numbers_is_equal_to_the_others(decided):
+    def masked(table, ids, weights):
+        x = functools.reduce(attend_before, weights, table[ids] + table)
+        return x - x.mean()
+
+    table = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    ids = jax.ShapeDtypeStruct((BATCH, ROWS), jnp.int32)
+    assert refused(masked, table, ids, WEIGHTS) == LAYERS
+    assert len(decided) == 1
