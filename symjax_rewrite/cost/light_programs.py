@@ -25,8 +25,13 @@ def is_light(program: Program, device: Device) -> bool:
     if is_small or device.loops.steps_are_launches:
         return False
     launches_s = launch_seconds(program, device)
-    whole_s = launches_s + _work_seconds(program, device)
-    return not margins.pays(whole_s, launches_s, "rewrite", device)
+
+    def is_less(work_s: float) -> bool:
+        return not margins.pays(launches_s + work_s, launches_s, "rewrite", device)
+
+    library = (e.eqn for e in program.equations if e.name in LIBRARY)
+    library_s = sum(work_seconds(e, device) for e in library)  # alone enough in most programs
+    return is_less(library_s) and is_less(_other_seconds(program, device) + library_s)
 
 
 def launch_seconds(program: Program, device: Device) -> float:
@@ -42,18 +47,16 @@ def launch_seconds(program: Program, device: Device) -> float:
     return device.launch_s * sum([not stored.isdisjoint(e.outvals) for e in made])
 
 
-def _work_seconds(program: Program, device: Device) -> float:
-    """Return the seconds of arithmetic and traffic, equation by equation, without the bodies."""
+def _other_seconds(program: Program, device: Device) -> float:
+    """Return the seconds of elementwise arithmetic and of all traffic, without those of bodies."""
     sizes = [aval_size(aval) for aval in program.avals]
     steps_of = functools.cache(device.functions.of)
-    moved, steps, library_s = 0.0, 0.0, 0.0
+    moved, steps = 0.0, 0.0
     for e in program.equations:
         if e.name in VIEWS:
             continue
         made = sum([sizes[v] for v in e.outvals])
         moved += made + sum([sizes[v] for v in e.reads])
         steps += made * (1.0 + steps_of(e.name))
-        if e.name in LIBRARY:
-            library_s += work_seconds(e.eqn, device)
     widest = 8  # bytes of an element
-    return widest * moved / device.bytes_per_s + steps / device.elementwise_per_s + library_s
+    return widest * moved / device.bytes_per_s + steps / device.elementwise_per_s
