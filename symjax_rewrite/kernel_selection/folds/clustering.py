@@ -13,7 +13,15 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, cone, connected, kind_of, node_of, postorder
+from symjax_rewrite.ir.dataflow import (
+    Needed,
+    class_operands,
+    cone,
+    connected,
+    kind_of,
+    node_of,
+    postorder,
+)
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, NATIVE, SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -264,7 +272,8 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
         return None
     if not any(set(space) == set(a.axes) for a in held):
         return None  # the product is larger than its factors
-    if any(pair.least_read(a) > pairs for a in held):
+    bounds = [pair.bounds(a) for a in held]
+    if any(b.read > pairs for b in bounds) or not (found.keys or any(b.meets for b in bounds)):
         return None
     tile = explore(pair, held, found.keys)
     if tile is None or not _meets(found, pair, tile, space) or (found.kind == "at" and tile.looked):
@@ -464,7 +473,10 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
     later = cone([m.reduction.cls for m in members], lambda c: need.users.get(c, ()))
     order = [c for c in need.order if c in later]  # no fold precedes any other class
     ways = {m.reduction.cls: (m, _ways(m)) for m in members}
-    depth = _levels(t, need, order, ways, least)
+    read = (c for _, found in ways.values() for way in found for c in (*way.reads, *way.rows))
+    before_folds = cone([*read, *ways], class_operands(t.graph))
+    read_by_folds = [c for c in order if c in before_folds]
+    _levels(t, need, read_by_folds, ways, least)
     for cluster in taken:
         alike: dict[tuple, list[ClusterMember]] = {}
         for m in cluster.members:
@@ -474,12 +486,12 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
             for level, later in pairwise(sorted({m.level for m in group})):
                 early = {m.reduction.cls: later for m in group if m.level == level}
                 before = {m: m.level for m in members}
-                depth = _levels(t, need, order, ways, {**least, **early})
+                _levels(t, need, read_by_folds, ways, {**least, **early})
                 if all(m.level == old for m, old in before.items() if m.reduction.cls not in early):
                     least |= early
                 else:
-                    depth = _levels(t, need, order, ways, least)
-    return depth
+                    _levels(t, need, read_by_folds, ways, least)
+    return _levels(t, need, order, ways, least)
 
 
 def direction(cluster: Cluster, m: ClusterMember) -> tuple:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,6 +84,17 @@ class Opened(NamedTuple):
     data: Any = None
 
 
+class Bounds(NamedTuple):
+    """Bounds of a tile that is not explored.
+
+    read: at most the elements of the largest value that it reads whole or by row. meets: False if
+    no row operand and column operand are combined in it.
+    """
+
+    read: int
+    meets: bool
+
+
 @dataclass(slots=True, eq=False)
 class Pair:
     """Terms as pairwise in the indices m and n of one reduction.
@@ -93,8 +104,8 @@ class Pair:
     index. inside: row values that tiles compute themselves. tables: tiles may look values up in
     tables. chosen: where tiles are read at some columns of each row alone, a class that is zero at
     other columns, and its value there: a reference over its slots, and over names that number the
-    columns. cancels: sums may lose digits, as numerics="cancels" permits. least_reads: results of
-    `least_read`, for the terms along every two indices.
+    columns. cancels: sums may lose digits, as numerics="cancels" permits. known_bounds: results of
+    `bounds`, for the terms along every two indices.
     """
 
     t: TermGraph
@@ -107,7 +118,7 @@ class Pair:
     tables: bool = False
     chosen: tuple[int, Ref] | None = None
     cancels: bool = False
-    least_reads: dict[Slots, int] = field(default_factory=dict)
+    known_bounds: dict[Slots, Bounds] = field(default_factory=dict)
     _fresh: int = field(default=0, init=False)
 
     @property
@@ -123,60 +134,62 @@ class Pair:
     def along(self, row: Any, column: Any, single: frozenset | None = None) -> Pair:
         """Return the same terms as pairwise in two other indices."""
         tables = self.tables and single is None
-        shared = {"tables": tables, "cancels": self.cancels, "least_reads": self.least_reads}
+        shared = {"tables": tables, "cancels": self.cancels, "known_bounds": self.known_bounds}
         return Pair(self.t, row, column, self.gone, self.made, single, **shared)
 
-    def least_read(self, ref: Ref) -> int:
-        """Return a lower bound of the size of the largest value that a tile reads whole or by row.
+    def bounds(self, ref: Ref) -> Bounds:
+        """Return bounds of the tile that computes a reference.
 
-        The size is in elements. A stream of residuals reaches through all layers, so that each of
-        its classes is opened once for all reductions above it.
+        A stream of residuals reaches through all layers, so that each of its classes is opened once
+        for all reductions above it.
         """
         if reads_twice(ref):
-            return elements(self.t, ref.cls)
+            return Bounds(elements(self.t, ref.cls), False)
         row = None if self.single is not None else ref.axes.index(self.row)
-        start, known = (ref.cls, row, ref.axes.index(self.column)), self.least_reads
+        start, known = (ref.cls, row, ref.axes.index(self.column)), self.known_bounds
         if start not in known:
-            opened: dict[Slots, tuple[int, list[Slots]]] = {}
+            opened: dict[Slots, tuple[Bounds, list[Slots]]] = {}
 
             def below(key: Slots) -> list[Slots]:
                 if key in known:
                     return []
-                opened[key] = self._read_by(*key)
+                opened[key] = self._step_bounds(*key)
                 return opened[key][1]
 
             for key in postorder([start], below):
                 if key not in known:
-                    size, keys = opened[key]
-                    known[key] = max([size, *[known[k] for k in keys]])
+                    own, keys = opened[key]
+                    found = [own, *[known[k] for k in keys]]
+                    meets = any(x.meets for x in found)
+                    known[key] = Bounds(max([x.read for x in found]), meets)
         return known[start]
 
-    def _read_by(self, cls: int, row: int | None, column: int) -> tuple[int, list[Slots]]:
-        """Return the size of the largest value that one step reads, and its pairwise operands."""
+    def _step_bounds(self, cls: int, row: int | None, column: int) -> tuple[Bounds, list[Slots]]:
+        """Return the bounds of one step of a tile, and its pairwise operands."""
         t, node = self.t, node_of(self.g, cls)
-        args: Iterable[Ref] = node.args
-        if self.g.classes[cls].dtype[:7] == "complex" or node.op not in _BOUNDED:
-            return (0 if node.op in _OPENERS else elements(t, cls)), []
-        if node.op == op.ADD and self.gone:
-            args = [a for a in args if a.cls not in self.gone] or args
-        elif node.op == op.CONTRACT and node.bound:
+        kind, args = "apply", self._kept(node)[0]
+        if not is_elementwise(node) or self.g.classes[cls].dtype[:7] == "complex":
             axes = identity(node.out)
             pair = self.along(row, column, frozenset(axes) if row is None else None)
-            found = pair._contraction(Ref(cls, axes), node)
-            if found is None or found.kind != "dot":
-                return (elements(t, cls) if found is None else 0), []
-            args = found.args
-        size, held = 0, []
+            kind, args, _ = pair.open(Ref(cls, axes))
+        if kind == "leaf":
+            return Bounds(elements(t, cls), False), []
+        if kind == "lookup":
+            args = [a for a in args[1:] if gather_patterns.is_counted(self.g, a.cls)]
+        elif kind not in ("apply", "dot"):
+            return Bounds(0, True), []
+        size, held, both = 0, [], False
         for a in args:
             if column not in a.axes if row is None else row in a.axes and column not in a.axes:
                 size = max(size, elements(t, a.cls) if a.axes else 1)
-            elif column in a.axes and (row in a.axes if row is not None else _is_inside(a, node)):
+            elif kind != "dot" and column in a.axes and (row is None or row in a.axes):
+                both = True
                 if reads_twice(a):
                     size = max(size, elements(t, a.cls))
                 else:
                     place = None if row is None else a.axes.index(row)
                     held.append((a.cls, place, a.axes.index(column)))
-        return size, held
+        return Bounds(size, not both and kind != "lookup"), held
 
     def open(self, ref: Ref) -> Opened:
         """Return the computation of a reference that depends on both indices."""
@@ -201,11 +214,18 @@ class Pair:
         return Opened("along", tuple([over(whole, a) for a in node.args]), (kind, of_row))
 
     def _elementwise(self, ref: Ref, node: Node) -> Opened:
-        args, attr = node.args, node.attr
-        kept = [k for k, a in enumerate(args) if a.cls not in self.gone]
-        if node.op == op.ADD and 0 < len(kept) < len(args):
-            args, attr = [args[k] for k in kept], tuple([attr[k] for k in kept])
+        args, attr = self._kept(node)
         return Opened("apply", tuple([over(ref, a) for a in args]), attr)
+
+    def _kept(self, node: Node) -> tuple[Sequence[Ref], Any]:
+        """Return the operands of an elementwise term, and its attribute; sums leave out zeros."""
+        args, attr = node.args, node.attr
+        if node.op != op.ADD or not self.gone:
+            return args, attr
+        kept = [k for k, a in enumerate(args) if a.cls not in self.gone]
+        if 0 < len(kept) < len(args):
+            return [args[k] for k in kept], tuple([attr[k] for k in kept])
+        return args, attr
 
     def _part(self, ref: Ref, node: Node) -> Opened | None:
         """Open components of terms that the tile computes: `d[.., 0]` of differences of points."""
@@ -321,12 +341,6 @@ class Pair:
         return left, right
 
 
-def _is_inside(ref: Ref, node: Node) -> bool:
-    """Return True if a reference is over a node's own indices: over none that it sums."""
-    return set(ref.axes) <= {*range(-1, node.out)}
-
-
-_BOUNDED = {op.MAP, op.ADD, op.CONTRACT}  # terms whose reads `least_read` knows
 _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
     op.DELTA: lambda pair, ref, node: Opened("delta"),
     op.CONTRACT: Pair._contraction,
