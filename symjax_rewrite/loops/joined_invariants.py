@@ -9,6 +9,8 @@ inputs, whose products cost nothing. A loop of unknown length must gain within `
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterator
 
 from symjax_rewrite import jax_internals
@@ -40,8 +42,8 @@ def least_steps(loop: Loop) -> int:
 
 def may_join(loop: Loop, device: Device) -> bool:
     """Return True if two invariant factors of a product could be joined, by their sizes."""
-    pairs = _Pairs(loop, device)
-    return any(map(pairs.gain, loop.body.equations))
+    products = [e for e in loop.body.equations if e.name == "dot_general"]
+    return len(products) > 1 and any(map(_Pairs(loop, device).gain, products))
 
 
 class _Pairs:
@@ -49,8 +51,17 @@ class _Pairs:
 
     def __init__(self, loop: Loop, device: Device) -> None:
         self.loop, self.device = loop, device
-        self.level, self.uses = loop.levels(), loop.uses()
-        self.makers = makers_of(loop.body.equations)
+        self.level = loop.levels()
+
+    @functools.cached_property
+    def uses(self) -> Counter[int]:
+        """Return how often each value is read."""
+        return self.loop.uses()
+
+    @functools.cached_property
+    def makers(self) -> dict[int, Equation]:
+        """Return, for each value, the equation that makes it."""
+        return makers_of(self.loop.body.equations)
 
     def gain(self, outer: Equation) -> bool:
         """Return True if the invariant of a product, joined with another one, saves time."""
