@@ -227,6 +227,11 @@ class _Splitter:
         found = self._product([key[1][t] for t in (tile, term.factor) if t is not None])
         if found.pairs is None or self.program.steps[found.pairs].dtype not in FLOATS:
             raise Unswappable
+        dtypes = {self.program.steps[n].dtype for n in (found.pairs, *found.columns, *found.rows)}
+        if term.weights is not None:
+            dtypes.add(self.spec.operands[term.weights].dtype)
+        if len(dtypes) > 1:
+            raise Unswappable
         sign = swap_sign(self.program.steps, found.pairs, self._place)
         return HalfSum(found.pairs, found.columns, found.rows, term.weights, sign)
 

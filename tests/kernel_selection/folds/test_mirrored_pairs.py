@@ -136,3 +136,18 @@ def test_half_of_the_pairs_of_few_points_is_refused_by_price(one_device) -> None
     assert _is_mirrored(f, *many)
     assert not _is_mirrored(f, *few)
     assert not _is_mirrored(sym_optimize(_forces, device="h200"), *many)
+
+
+def test_sums_of_two_dtypes_are_computed() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        x = jnp.asarray(rng.normal(size=(6, 2)))
+        y = jnp.asarray(rng.normal(size=(6, 2)), jnp.float32)
+
+        def f(x: jax.Array, y: jax.Array) -> jax.Array:
+            centre = jnp.eye(6) - 1 / 6
+            k, m = (jnp.exp(-_gaps(a)[1]) for a in (x, y))
+            return jnp.trace(k @ centre @ m @ centre)
+
+        found = sym_optimize(f, kernels="always", on_unsupported="error")(x, y)
+        np.testing.assert_allclose(found, f(x, y), rtol=1e-6)
