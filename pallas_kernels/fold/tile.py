@@ -58,12 +58,30 @@ def read_block(
     inner: Sequence[str],
 ) -> Array:
     """Return an operand's block at `place` with `extent`; axes not named there are read whole."""
-    axes = spec.operands[number].axes
+    return as_block(
+        spec, number, cut(spec, spec.operands[number].axes, array, place, extent), inner
+    )
+
+
+def cut(
+    spec: FoldSpec,
+    axes: Sequence[str],
+    array: Array,
+    place: Mapping[str, Any],
+    extent: Mapping[str, int],
+) -> Array:
+    """Slice an array at `place` with `extent`; axes not named there are read whole."""
     starts = [jnp.asarray(place.get(a, 0), jnp.int32) for a in axes]
-    sizes = [extent.get(a, spec.size[a]) for a in axes]
-    if tuple(sizes) != array.shape:
-        array = lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
-    target = block_axes(spec, number, inner)
+    whole = zip(axes, array.shape, strict=True)
+    sizes = [extent.get(a, spec.size.get(a, n)) for a, n in whole]
+    if tuple(sizes) == array.shape:
+        return array
+    return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+
+
+def as_block(spec: FoldSpec, number: int, array: Array, inner: Sequence[str]) -> Array:
+    """Return an operand's slice in the order of a block, without the batch axes looped over."""
+    axes, target = spec.operands[number].axes, block_axes(spec, number, inner)
     dropped = tuple(k for k, a in enumerate(axes) if a not in target)
     kept = [a for a in axes if a in target]
     return lax.transpose(lax.squeeze(array, dropped), [kept.index(a) for a in target])

@@ -63,6 +63,15 @@ class FoldTiling:
     pairs: int = 2**19
 
 
+def dividing(size: int, block: int) -> int:
+    """Return the largest block size between half of `block` and `block` that divides `size`.
+
+    A smaller last block is compiled once more. If no block size divides, blocks are almost equal.
+    """
+    sizes = range(min(block, size), block // 2, -1)
+    return next((n for n in sizes if size % n == 0), even(size, block))
+
+
 # The comments give the time relative to the plain program's, where it was measured.
 XLA_CUTS = {
     "top-k": FoldTiling(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
@@ -72,6 +81,8 @@ XLA_CUTS = {
     "paired": FoldTiling(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
     "plain": FoldTiling(512, 2048),  # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
 }
+WHOLE_ROWS = 2  # times the pairs of a block, in a block that holds all columns
+LEAST_ROWS = 32  # of a block that holds all columns
 NARROWEST = 128  # rows and columns per block of a narrow band
 
 
@@ -130,14 +141,17 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
         side = max(math.isqrt(cut.pairs // many), NARROWEST)
         shared = shared if many * side * side <= cut.pairs else ()
         cut = replace(cut, rows=min(cut.rows, side), cols=min(cut.cols, side)) if shared else cut
+    cut = _whole_rows(spec, cut)
     wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more rows, but never for all
     rows = even(spec.rows, max(cut.rows, min(cut.rows * wider, spec.rows // 2)))
-    cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
+    cols = dividing(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
     if spec.tile.whole is not None:
         whole = spec.size[spec.tile.whole]
         side = min(cut.rows, max(cut.pairs // max(whole, 1), 1))
         by_row = spec.tile.whole == spec.col
-        rows, cols = (even(spec.rows, side), whole) if by_row else (whole, even(spec.cols, side))
+        rows, cols = (
+            (even(spec.rows, side), whole) if by_row else (whole, dividing(spec.cols, side))
+        )
     inner = [*shared]
     held = rows * max(cols, 1) * math.prod(spec.size[a] for a in shared)
     for axis in reversed([a for a in spec.batch if a not in shared]):
@@ -146,6 +160,18 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
             break
         inner.append(axis)
     return Blocks(rows, cols, tuple(a for a in spec.batch if a in inner))
+
+
+def _whole_rows(spec: FoldSpec, cut: FoldTiling) -> FoldTiling:
+    """Return blocks of fewer rows that hold all columns, if these are few, else the same blocks.
+
+    No states are combined then. XLA compiles half as many kernels, and an elementwise fold of 512
+    to 2,000 columns takes 0.73 to 0.98 of the time, with twice as many pairs in a block.
+    """
+    rows = WHOLE_ROWS * cut.rows * cut.cols // max(spec.cols, 1)
+    elementwise = xla_cut(spec) == XLA_CUTS["elementwise"] and spec.band == Band()
+    whole = elementwise and cut.cols < spec.cols and rows >= LEAST_ROWS
+    return replace(cut, rows=rows, cols=spec.cols) if whole else cut
 
 
 def shared_axes(spec: FoldSpec) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,22 +28,25 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     least_maximum,
     result_axes,
     runs_across,
+    weights_of,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
     absorb_block,
     arrange,
+    as_block,
     bundle,
+    cut,
     finish,
     lift_block,
     monoid_of,
-    read_block,
     row_length,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, lesser, xla_blocks
 from symjax_rewrite.pallas_kernels.monoid import State
 
 Array = Any
+STACKED = "stacked"  # name of the axis of a stack
 
 
 def supports(spec: FoldSpec) -> Support:
@@ -64,19 +68,75 @@ def _int32(size: Any) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
+class _Stack:
+    """Operands with the same axes in one array, along its first axis; a single operand as it is.
+
+    XLA on a CPU compiles a kernel for every slice that a loop takes of an array.
+    """
+
+    numbers: tuple[int, ...]
+    axes: tuple[str, ...]
+    array: Array
+
+    def blocks(self, block: Array) -> list[Array]:
+        """Return the blocks of the operands in a block of the array."""
+        return [block] if len(self.numbers) == 1 else [block[n] for n in range(block.shape[0])]
+
+
+def _stacked(spec: FoldSpec, arrays: Sequence[Array]) -> list[_Stack]:
+    """Put vectors over rows, or over columns, with the same axes and dtype into one array.
+
+    XLA sees that the stack of all columns of a matrix is the matrix. The barrier stores the stack,
+    so that its vectors are contiguous. Weights stay apart: XLA multiplies a slice slowly.
+    """
+    weights, groups = weights_of(spec), defaultdict[Any, list[int]](list)
+    for k, operand in enumerate(spec.operands):
+        one_side = len({spec.row, spec.col} & {*operand.axes}) == 1
+        stacks = one_side and k in spec.tile.reads and k not in weights
+        groups[(operand.axes, arrays[k].dtype) if stacks else k].append(k)
+    out = []
+    for group in groups.values():
+        axes, array = spec.operands[group[0]].axes, arrays[group[0]]
+        if len(group) > 1:
+            axes = (STACKED, *axes)
+            last = jnp.stack([arrays[k] for k in group], -1)
+            array = lax.optimization_barrier(jnp.moveaxis(last, -1, 0))
+        out.append(_Stack(tuple(group), axes, array))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
 class _Sweep:
     """One fold in execution: its operands and block sizes."""
 
     spec: FoldSpec
-    operands: Sequence[Array]
+    stacks: Sequence[_Stack]
     blocks: Blocks
 
     def read(self, number: int, place: dict[str, Any], extent: dict[str, int]) -> Array:
+        """Return the block of one operand, sliced from its stack.
+
+        XLA on a CPU computes some tiles of slices of a slice six times slower.
+        """
+        stack = next(s for s in self.stacks if number in s.numbers)
+        place = {**place, STACKED: stack.numbers.index(number)}
+        block = self.cut(stack, place, {**extent, STACKED: 1})
+        return as_block(self.spec, number, stack.blocks(block)[0], self.blocks.inner)
+
+    def cut(self, stack: _Stack, place: dict[str, Any], extent: dict[str, int]) -> Array:
+        """Return the block of a stack."""
         outer = {a: 1 for a in self.spec.batch if a not in self.blocks.inner}
         extent = {**outer, **dict(self.blocks.parts), **extent}
-        return read_block(
-            self.spec, number, self.operands[number], place, extent, self.blocks.inner
-        )
+        return cut(self.spec, stack.axes, stack.array, place, extent)
+
+    def operands(self, cuts: Sequence[Array | None]) -> list[Any]:
+        """Return the blocks of the operands, from those of their stacks; None without one."""
+        made: list[Any] = [None] * len(self.spec.operands)
+        for stack, block in zip(self.stacks, cuts, strict=True):
+            parts = [] if block is None else stack.blocks(block)
+            for k, part in zip(stack.numbers, parts, strict=bool(parts)):
+                made[k] = as_block(self.spec, k, part, self.blocks.inner)
+        return made
 
     @property
     def row_blocks(self) -> Any:
@@ -92,11 +152,12 @@ class _Sweep:
         """Return the starts of a step's blocks, and of the elements that no earlier block held."""
         spec, parts = self.spec, dict(self.blocks.parts)
         step = lax.convert_element_type(step, jnp.int32)  # 64 bits wide if JAX's ints are
-        count = _int32(self.row_blocks)
-        begin = {spec.row: lax.rem(step, count) * _int32(self.blocks.rows)}
+        counts, count = self.blocks.counts(spec), _int32(self.row_blocks)
+        number = lax.rem(step, count) if counts else step
+        begin = {spec.row: number * _int32(self.blocks.rows)}
         place = {spec.row: jnp.minimum(begin[spec.row], _int32(spec.rows - self.blocks.rows))}
         rest = lax.div(step, count)
-        for axis, number in reversed(self.blocks.counts(spec).items()):
+        for axis, number in reversed(counts.items()):
             count, part = _int32(number), parts.get(axis, 1)
             at = begin[axis] = lax.rem(rest, count) * _int32(part)
             place[axis] = jnp.minimum(at, _int32(spec.size[axis] - part)) if axis in parts else at
@@ -130,19 +191,20 @@ class _Sweep:
     def rows(self, place: dict[str, Any], first: Any = None) -> list[Array]:
         """Return the results of a fold for one row block, flat; `first` as in `Block`."""
         spec, extent = self.spec, {self.spec.row: self.blocks.rows}
-        fixed = [
-            None if spec.col in o.axes else self.read(k, place, extent)
-            for k, o in enumerate(spec.operands)
-        ]
-        return finish(spec, self.columns(place, fixed, first), fixed, self.blocks.inner)
+        fixed = [None if spec.col in s.axes else self.cut(s, place, extent) for s in self.stacks]
+        states = self.columns(place, fixed, first)
+        return finish(spec, states, self.operands(fixed), self.blocks.inner)
 
     def block(
         self, place: dict[str, Any], fixed: list[Any], first: Any, start: Any, width: int
     ) -> Block:
-        """Build the block of columns from `start`; `fixed` holds the operands without columns."""
+        """Build the block of columns from `start`; `fixed` holds the stacks without columns."""
         spec = self.spec
         place, extent = {**place, spec.col: start}, {spec.row: self.blocks.rows, spec.col: width}
-        arrays = [self.read(k, place, extent) if x is None else x for k, x in enumerate(fixed)]
+        arrays = [
+            self.read(k, place, extent) if x is None else x
+            for k, x in enumerate(self.operands(fixed))
+        ]
         i = place.get(spec.row, 0) + jnp.arange(self.blocks.rows, dtype=jnp.int32)
         j = start + jnp.arange(width, dtype=jnp.int32)
         parts = dict(self.blocks.parts)
@@ -208,7 +270,7 @@ class _Sweep:
         inside = jnp.maximum(end - begin, 0)
         low: Any = None
         if against is not None:
-            tops = fixed[against]
+            tops = self.operands(fixed)[against]
             low = _is_low(spec, self.read(against, place, {}) if tops is None else tops)
 
         def runs(carry: tuple[Any, tuple[State, ...]]) -> Any:
@@ -282,7 +344,7 @@ def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tupl
     if spec.few and blocks is None:
         return _whole_if_few(spec, arrays)
     spec, operands = _with_pairs_along_rows(spec, arrays)
-    sweep = _Sweep(spec, operands, blocks or xla_blocks(spec))
+    sweep = _Sweep(spec, _stacked(spec, operands), blocks or xla_blocks(spec))
     inner, axes = sweep.blocks.inner, result_axes(spec)
     total = math.prod(sweep.blocks.counts(spec).values()) * sweep.row_blocks
     if isinstance(total, int) and total == 1 and not spec.named:

@@ -32,11 +32,25 @@ def elementwise(what: tuple, args: Sequence[Any], dtype: str, primitives: Mappin
     """Return one elementwise term `(op, attr)` of arrays that broadcast."""
     op, attr = what
     if op == ADD:
-        pairs = zip(attr, args, strict=True)
-        terms = (x if c == 1 else x * term_lowering.literal(c, dtype) for c, x in pairs)
-        return functools.reduce(operator.add, terms)
+        return _sum(attr, args, dtype)
     if op == CONTRACT:
         wide = jax_internals.joint_dtype(dtype, *(x.dtype for x in args))
         product = functools.reduce(operator.mul, [x.astype(wide) for x in args])
         return product.astype(np.dtype(dtype))
     return term_lowering.in_kernel(attr, args, dtype, primitives)
+
+
+def _sum(coefficients: Sequence[Any], terms: Sequence[Any], dtype: str) -> Any:
+    """Return a sum of multiples; terms with the coefficient -1 are subtracted last.
+
+    XLA would move a product of -1 and a vector out of the loop over tiles, as a kernel of its own.
+    """
+    pairs = sorted(zip(coefficients, terms, strict=True), key=lambda pair: pair[0] == -1)
+    total: Any = None
+    for c, x in pairs:
+        if c == -1 and total is not None:
+            total = total - x
+            continue
+        scaled = x if c == 1 else x * term_lowering.literal(c, dtype)
+        total = scaled if total is None else total + scaled
+    return total

@@ -173,7 +173,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.fold.spec": {"FLUSHED": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
     "pallas_kernels.fold.tiling": dict.fromkeys(
-        ("NARROWEST", "NARROW_COLUMNS", "WIDE", "MOST_SPLITS", "COMBINED_COLUMNS"), SHAPE
+        (
+            *("NARROWEST", "NARROW_COLUMNS", "WIDE", "MOST_SPLITS", "COMBINED_COLUMNS"),
+            *("WHOLE_ROWS", "LEAST_ROWS"),
+        ),
+        SHAPE,
     ),
     "pallas_kernels.fold.mosaic": dict.fromkeys(
         ("OLDEST_JAX", "WIDE", "MOST_AXES", "LINE_BYTES", "LEAST_COLS"), SHAPE

@@ -26,7 +26,7 @@ from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import is_half
 from symjax_rewrite.ir.term import CONTRACT, Ref, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operand
+from symjax_rewrite.kernel_selection.folds.builder import FoldRoute, read_operands
 from symjax_rewrite.kernel_selection.folds.epilogue import Names, Rows, Served
 from symjax_rewrite.kernel_selection.folds.row_symbols import RowSymbols
 from symjax_rewrite.kernel_selection.folds.score_folds import log_sum_exp, score_fold, weighted_sum
@@ -86,8 +86,7 @@ class AttentionGradientRoute(FoldRoute):
         assert self.attention is not None and self.attention.epilogue is not None
         half = self.attention.operands[0].dtype
         dtypes = (half, half, half, half, half, "float32")
-        read = zip(self.inputs, dtypes, strict=True)
-        arrays = [read_operand(emitter, cls, axes, dtype) for (cls, axes), dtype in read]
+        arrays = read_operands(emitter, self.inputs, dtypes)
         out = self.attention.epilogue.axes[0]
         arrays[3] = jax.lax.transpose(arrays[3], [self.order.index(a) for a in out])
         made = attention_gradient(self.attention, *arrays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -117,11 +118,8 @@ class FoldRoute:
 
     def run(self, emitter: Any) -> Any:
         """Emit the fold and return all of its results."""
-        arrays = [
-            read_operand(emitter, cls, axes, o.dtype)
-            for (cls, axes), o in zip(self.inputs, self.spec.operands, strict=True)
-        ]
-        return self.folded(arrays)
+        dtypes = [o.dtype for o in self.spec.operands]
+        return self.folded(read_operands(emitter, self.inputs, dtypes))
 
     def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Return all results of the fold of its operands."""
@@ -238,22 +236,41 @@ def _without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, 
     return jax.lax.squeeze(data, (axes.index(ROW),)), tuple(a for a in axes if a != ROW)
 
 
-def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...], dtype: str) -> Any:
-    """Return an operand's array with its slots in order; slots read at one index are dropped.
+def read_operands(
+    emitter: Any, inputs: Sequence[tuple[int, tuple[Any, ...]]], dtypes: Sequence[str]
+) -> list[Any]:
+    """Return operands' arrays with their slots in order; slots read at one index are dropped.
 
-    dtype: the dtype it is read in; a class that folds exchange in f32 may be wider than in the
-    program.
+    A class that is read at several indices is computed whole: XLA would compute every slice in a
+    kernel of its own. The slices are along its last axes, so that XLA takes a stack of them for the
+    whole.
+
+    inputs: classes with their axes. dtypes: the dtypes they are read in; a class that folds
+    exchange in f32 may be wider than in the program.
     """
+    slots = [tuple(n for n, a in enumerate(axes) if isinstance(a, At)) for _, axes in inputs]
+    read = [(cls, d, s) for (cls, _), d, s in zip(inputs, dtypes, slots, strict=True)]
+    whole = {key: _sliced_last(emitter, *key, fenced=n > 1) for key, n in Counter(read).items()}
+    return [_at(whole[key], axes, key[2]) for key, (_, axes) in zip(read, inputs, strict=True)]
+
+
+def _sliced_last(emitter: Any, cls: int, dtype: str, sliced: tuple[int, ...], fenced: bool) -> Any:
+    """Return the array of a class in a dtype, with some slots last and the others in order."""
     wide = dtype != emitter.t.graph.classes[cls].dtype
     array = emitter.wide_array(cls) if wide else emitter.array(cls)
-    array = array._replace(data=array.data.astype(np.dtype(dtype))) if wide else array
-    order = tuple(range(len(emitter.t.graph.classes[cls].sizes)))
-    by_slot = dict(zip(array.slots, array.data.shape, strict=True))
-    data = term_lowering.arrange(array.data, array.slots, order, tuple(by_slot[s] for s in order))
-    for axis in reversed(order):
-        if isinstance(axes[axis], At):
-            data = jax.lax.index_in_dim(data, axes[axis].place, axis, keepdims=False)
-    return data if len(axes) == len(order) else data[..., None]  # append the axis of the single row
+    data = array.data.astype(np.dtype(dtype)) if wide else array.data
+    order = (*(s for s in range(data.ndim) if s not in sliced), *sliced)
+    by_slot = dict(zip(array.slots, data.shape, strict=True))
+    data = term_lowering.arrange(data, array.slots, order, tuple(by_slot[s] for s in sorted(order)))
+    return jax.lax.optimization_barrier(data) if sliced and fenced else data
+
+
+def _at(data: Any, axes: tuple[Any, ...], sliced: tuple[int, ...]) -> Any:
+    """Return an array at the places of its last axes; a single row gets its axis here."""
+    rank = data.ndim
+    for slot in reversed(sliced):
+        data = jax.lax.index_in_dim(data, axes[slot].place, data.ndim - 1, keepdims=False)
+    return data if len(axes) == rank else data[..., None]
 
 
 def name_addend(addend: Addend, names: dict[Any, Any]) -> Addend:

@@ -16,7 +16,7 @@ import numpy as np
 
 from symjax_rewrite.ir.step_program import run
 from symjax_rewrite.ir.term import Ref
-from symjax_rewrite.kernel_selection.folds.builder import read_operand
+from symjax_rewrite.kernel_selection.folds.builder import read_operands
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
     ROW,
@@ -66,7 +66,7 @@ class Columns:
 
     def _gathered(self, emitter: Any, k: int, place: Any, over: tuple[str, ...]) -> Named:
         cls, entry = self.builder.inputs[k]
-        data = read_operand(emitter, cls, entry, self.builder.operands[k].dtype)
+        data = read_operands(emitter, [(cls, entry)], [self.builder.operands[k].dtype])[0]
         axes = self.builder.operands[k].axes
         return _take(data, axes, place, over) if COLUMN in axes else (data, axes)
 
