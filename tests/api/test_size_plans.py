@@ -1,5 +1,7 @@
 """One plan for all sizes: made once, compared with every trace, and used at other shapes."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,11 @@ F32 = jnp.float32
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Count the optimisations, on one device."""
+    """Count the optimisations, on one device.
+
+    Pallas, once loaded, adds settings that plans are kept by.
+    """
+    importlib.import_module("jax.experimental.pallas")
     monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
     found, run = [], Optimiser.run
 
