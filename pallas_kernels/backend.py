@@ -136,6 +136,13 @@ def gpu_at_hand() -> Gpu:
     return Gpu(*map(min, zip(*limits, strict=True)))
 
 
+def _may_lower() -> bool:
+    """Return True if Pallas lowers kernels here: from JAX 0.11 on for a GPU that it can name."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    named = described is not None or jax.default_backend() == "gpu"
+    return named or not jax_kernels.triton_asks_for_device()
+
+
 def is_hopper(capability: float) -> bool:
     """Return True for the compute capabilities of Hopper."""
     return 9.0 <= capability < 10.0
@@ -310,12 +317,10 @@ def _by_platform(kernel: Callable[..., Any], default: Callable[..., Any], *opera
     if not _defers.get():
         return lax.platform_dependent(*operands, cuda=kernel, default=default)
     closed, tree = jax_internals.make_jaxpr(default, *operands)
-    late = partial(jax_kernels.late_kernel, lambda *xs: jax.tree.leaves(kernel(*xs)))
-    leaves = lax.platform_dependent(
-        *operands,
-        cuda=lambda *xs: late(closed.out_avals, *xs),
-        default=lambda *xs: jax_internals.eval_jaxpr(closed, *xs),
-    )
+    plain = partial(jax_internals.eval_jaxpr, closed)
+    run = lambda *xs: jax.tree.leaves(kernel(*xs)) if _may_lower() else plain(*xs)  # noqa: E731
+    late = partial(jax_kernels.late_kernel, run, plain, closed.out_avals)
+    leaves = lax.platform_dependent(*operands, cuda=late, default=plain)
     return jax.tree.unflatten(tree, leaves)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import jax
@@ -33,6 +34,12 @@ def primitives(closed: ClosedJaxpr) -> set[Any]:
         inner = [primitives(b) for b in bodies(e)]
         found |= set().union(*inner) if inner else {e.primitive}
     return found
+
+
+@lru_cache
+def triton_asks_for_device() -> bool:
+    """Return True if Pallas-Triton lowers for named GPUs alone, as from JAX 0.11."""
+    return find_spec("jax._src.pallas.triton.gpu_info") is not None
 
 
 def triton_lowers(primitive: Any) -> bool:
@@ -222,31 +229,50 @@ _late_p = _core.Primitive("sym_late_kernel")
 _late_p.multiple_results = True
 
 
-def late_kernel(run: Callable[..., Sequence[Any]], avals: Sequence[Any], *operands: Any) -> Any:
+def late_kernel(
+    run: Callable[..., Sequence[Any]],
+    plain: Callable[..., Sequence[Any]],
+    avals: Sequence[Any],
+    *operands: Any,
+) -> Any:
     """Stage out one equation for `run(*operands)`, which is traced when the equation is lowered.
 
     Args:
         run: returns a list of arrays.
+        plain: returns the same without a kernel, for programs that no kernel can be lowered for.
         avals: of these arrays.
         operands: arrays.
     """
-    return _late_p.bind(*operands, run=run, avals=tuple(avals))
+    return _late_p.bind(*operands, run=run, plain=plain, avals=tuple(avals))
 
 
-def _run_late(*operands: Any, run: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    del avals
+def _run_late(*operands: Any, run: Callable[..., Any], **_: Any) -> Any:
     return run(*operands)
 
 
+def _lower_late(ctx: Any, *operands: Any, run: Any, plain: Any, avals: Sequence[Any]) -> Any:
+    """Lower the kernel; without it for several platforms, and for export.
+
+    Exported programs may not hold Triton's calls, whose format has no guarantee.
+    """
+    module = ctx.module_context
+    alone = len(module.platforms) == 1 and not module.lowering_parameters.for_export
+    return _lower_as_traced(ctx, *operands, run=run if alone else plain, avals=avals)
+
+
 def _batch_late(
-    axis: Any, operands: Any, dims: Any, *, run: Callable[..., Any], avals: Sequence[Any]
+    axis: Any, operands: Any, dims: Any, *, run: Any, plain: Any, avals: Sequence[Any]
 ) -> Any:
-    each = jax.vmap(run, tuple(dims), axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+    def each(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.vmap(fun, tuple(dims), axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+
     wide = tuple(_core.ShapedArray((axis.size, *a.shape), a.dtype) for a in avals)
-    return _late_p.bind(*operands, run=each, avals=wide), [0] * len(avals)
+    made = _late_p.bind(*operands, run=each(run), plain=each(plain), avals=wide)
+    return made, [0] * len(avals)
 
 
+_lower_as_traced = _mlir.lower_fun(_run_late, multiple_results=True)
 _late_p.def_abstract_eval(lambda *_, avals, **__: avals)
 _late_p.def_impl(_run_late)
-_mlir.register_lowering(_late_p, _mlir.lower_fun(_run_late, multiple_results=True))
+_mlir.register_lowering(_late_p, _lower_late)
 _batching.fancy_primitive_batchers[_late_p] = _batch_late

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from symjax_rewrite import jax_internals, jax_kernels, sym_optimize
+from tests.pallas_kernels import gpu_compiler
 
 pytestmark = pytest.mark.usefixtures("one_device")
 LATE, KERNEL = "sym_late_kernel", "pallas_call"
@@ -19,12 +21,26 @@ def specs(rows=6000):
     return [jax.ShapeDtypeStruct((rows, 3), jnp.float32)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 def test_late_kernel_is_traced_by_the_lowering():
-    traced = sym_optimize(nearest, device="cpu").trace(*specs())
-    assert jax_internals.has_primitive(traced.jaxpr, LATE)
-    assert not jax_internals.has_primitive(traced.jaxpr, KERNEL)
-    lowered = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")}
+    with gpu_compiler.described("H200"):
+        traced = sym_optimize(nearest, device="cpu").trace(*specs())
+        assert jax_internals.has_primitive(traced.jaxpr, LATE)
+        assert not jax_internals.has_primitive(traced.jaxpr, KERNEL)
+        lowered = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")}
     assert ["custom_call" in lowered[p] for p in lowered] == [False, True]
+
+
+def test_a_program_is_lowered_for_a_gpu_without_one():
+    traced = jax.jit(sym_optimize(nearest)).trace(*specs())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("custom_call" in text) is not jax_kernels.triton_asks_for_device()
+
+
+@pytest.mark.parametrize("platforms", [("cuda",), ("cpu", "cuda")])
+def test_a_program_is_exported_for_gpus_without_one(platforms):
+    exported = export.export(jax.jit(sym_optimize(nearest)), platforms=platforms)(*specs())
+    assert "custom_call" not in exported.mlir_module()
 
 
 def test_inspected_kernel_is_in_the_jaxpr():
@@ -36,7 +52,8 @@ def test_inspected_kernel_is_in_the_jaxpr():
 def test_late_kernel_runs_and_is_batched():
     def late(x, w):
         aval = jax.typeof(x)
-        return jax_kernels.late_kernel(lambda *xs: [xs[0] * xs[1]], [aval], x, w)[0]
+        product = lambda *xs: [xs[0] * xs[1]]  # noqa: E731
+        return jax_kernels.late_kernel(product, product, [aval], x, w)[0]
 
     x, w = np.arange(6.0, dtype="float32").reshape(2, 3), np.arange(3.0, dtype="float32")
     np.testing.assert_array_equal(late(x[0], w), x[0] * w)
