@@ -118,6 +118,11 @@ def deferring_kernels(defers: bool) -> Iterator[None]:
         _defers.reset(token)
 
 
+def _described() -> Any:
+    """Return the device that the abstract mesh names, or None."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
 def gpu_at_hand() -> Gpu:
     """Return the GPU that kernels are for.
 
@@ -127,8 +132,7 @@ def gpu_at_hand() -> Gpu:
     planned = _planned.get()
     if planned is not None:
         return _gpu_of_profile(planned)
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if described is not None:
+    if (described := _described()) is not None:
         return _gpu_of_profile(known_device(described.device_kind))
     if jax.default_backend() != "gpu":
         return Gpu()
@@ -138,8 +142,7 @@ def gpu_at_hand() -> Gpu:
 
 def _may_lower() -> bool:
     """Return True if Pallas lowers kernels here: from JAX 0.11 on for a GPU that it can name."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    named = described is not None or jax.default_backend() == "gpu"
+    named = _described() is not None or jax.default_backend() == "gpu"
     return named or not jax_kernels.triton_asks_for_device()
 
 
@@ -152,7 +155,7 @@ def profile_at_hand() -> Device | None:
     """Return the profile that a program is planned for, else that of the device at hand, if any."""
     if (planned := _planned.get()) is not None:
         return planned
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    described = _described()
     kinds = {d.device_kind for d in (jax.local_devices() if described is None else [described])}
     return known_device(kinds.pop()) if len(kinds) == 1 else None
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from symjax_rewrite.jax_internals import JaxprEqn, Literal, dtype_name
 
+# Primitives that NumPy has, with the same meaning for integers and booleans.
 NUMPY: dict[str, Callable[..., Any]] = {
     name: getattr(np, ufunc)
     for name, ufunc in (

@@ -430,7 +430,6 @@ ROWS: dict[str, Row] = {
     "conv_general_dilated": _conv,
 }
 
-# Primitives that NumPy has, with the same meaning for integers and booleans.
 VIEWS = frozenset("stop_gradient copy transpose broadcast_in_dim squeeze reshape".split())
 _NAN = float("nan")  # one object, so that NaN constants compare equal in the hash table
 
