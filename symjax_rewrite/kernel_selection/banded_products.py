@@ -10,10 +10,13 @@ most half of the work; a tridiagonal matrix saves nearly all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from symjax_rewrite.candidates import Context, Found, Refusal
@@ -39,12 +42,16 @@ BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidate numbers of blocks
 
 
 class RowBlock(NamedTuple):
-    """Rows `start` to `stop`, which read columns `low` to `high`."""
+    """`rows` rows from `start` on, which read `columns` columns from `low` on."""
 
     start: int
-    stop: int
     low: int
-    high: int
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
 
 
 def _route(t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> ClassRoute:
@@ -53,26 +60,43 @@ def _route(t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> Cl
 
     def make(emitter: Any) -> tuple[Any, tuple[int, ...]]:
         operands = [(emitter.array(a.cls), a.axes) for a in node.args]
-        sizes, parts, order = _space(t, cls), [], ()
-        for b in blocks:
-            ends = {row: (b.start, b.stop), node.out: (b.low, b.high)}
-            sizes[row], sizes[node.out] = b.stop - b.start, b.high - b.low
-            cut = [_cut(x.data, tuple(axes[s] for s in x.slots), ends) for x, axes in operands]
+        order: tuple[int, ...] = ()
+
+        def product(first: Any, shape: tuple[int, int]) -> Any:
+            nonlocal order
+            sizes = _space(t, cls)
+            sizes[row], sizes[node.out] = shape
+            places = {row: first[0], node.out: first[1]}
+            cut = [_cut(x.data, [axes[s] for s in x.slots], places, sizes) for x, axes in operands]
             data, made = term_lowering.lower_node(node, cut, tuple(sizes), dtype, t.primitives)
             order = order or made
-            parts.append(term_lowering.arrange(data, made, order, tuple(sizes)))
-        return lax.concatenate(parts, order.index(row)), order
+            return term_lowering.arrange(data, made, order, tuple(sizes))
+
+        first = np.array([(b.start, b.low) for b in blocks], np.int32)
+        if len({b.shape for b in blocks}) > 1:
+            parts = [product(at, b.shape) for at, b in zip(first, blocks, strict=True)]
+            return lax.concatenate(parts, order.index(row)), order
+        made = jax.vmap(lambda at: product(at, blocks[0].shape))(first)
+        return _joined(made, order.index(row), _space(t, cls)[row]), order
 
     return ClassRoute(cls, [a.cls for a in node.args], make)
 
 
-def _cut(
-    data: Any, labels: tuple[int, ...], ends: dict[int, tuple[int, int]]
-) -> term_lowering.Operand:
-    for axis, i in enumerate(labels):
-        if i in ends:
-            data = lax.slice_in_dim(data, *ends[i], axis=axis)
-    return data, labels
+def _cut(data: Any, labels: Sequence[int], places: dict[int, Any], sizes: Sequence[int]) -> Any:
+    """Return an operand's block, which begins at `places`, and its labels."""
+    starts = [places.get(i, np.int32(0)) for i in labels]
+    return lax.dynamic_slice(data, starts, [sizes[i] for i in labels]), tuple(labels)
+
+
+def _joined(blocks: Any, axis: int, rows: int) -> Any:
+    """Join blocks of rows [block, ..], whose last one may begin with rows of the one before."""
+    count, size = blocks.shape[0], blocks.shape[axis + 1]
+    joined = lax.collapse(jnp.moveaxis(blocks, 0, axis), axis, axis + 2)
+    if count * size == rows:
+        return joined
+    whole = lax.slice_in_dim(joined, 0, rows - size, axis=axis)
+    last = lax.slice_in_dim(joined, (count - 1) * size, count * size, axis=axis)
+    return lax.concatenate([whole, last], axis)
 
 
 class BandedProducts:
@@ -145,13 +169,13 @@ class _BandedSelection:
         sizes, dtype = _space(self.t, cls), classes[cls].dtype
         total = 0.0
         for b in blocks:
-            sizes[row], sizes[node.out] = b.stop - b.start, b.high - b.low
+            sizes[row], sizes[node.out] = b.shape
             moved = math.prod(sizes[: node.out]) * itemsize(dtype)
             for a in node.args:
                 moved += math.prod(sizes[i] for i in a.axes) * itemsize(classes[a.cls].dtype)
             product = 2 * math.prod(sizes) / d.peak(dtype)
-            total += product + moved / self.bands.copied_bytes_per_s + 3 * d.launch_s
-        return total
+            total += product + moved / self.bands.copied_bytes_per_s
+        return total + 3 * len({b.shape for b in blocks}) * d.launch_s
 
 
 def _space(t: TermGraph, cls: int) -> list[int]:
@@ -214,12 +238,23 @@ def _known(t: TermGraph, builder: TileBuilder, number: int, batch: list[str]) ->
 
 
 def _cut_rows(rows: int, columns: int, size: int, band: Band) -> Iterator[RowBlock]:
+    """Yield blocks of `size` rows, all of one shape if the band is bounded on both sides.
+
+    XLA takes 10 to 30 ms to compile the product of each shape, and runs products of one shape as
+    one batch.
+    """
+    if band.lower is not None and band.upper is not None:
+        width = min(max(size + band.upper - band.lower, 1), columns)
+        for start in range(0, rows, size):
+            first = min(start, rows - size)
+            yield RowBlock(first, min(max(first + band.lower, 0), columns - width), size, width)
+        return
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         low = 0 if band.lower is None else max(0, start + band.lower)
         high = columns if band.upper is None else min(columns, stop + band.upper)
         low = min(low, columns - 1)  # at least one column, so that a row of NaNs stays NaN
-        yield RowBlock(start, stop, low, max(high, low + 1))
+        yield RowBlock(start, low, stop - start, max(high, low + 1) - low)
 
 
 def _text(band: Band) -> str:

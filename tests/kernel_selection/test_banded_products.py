@@ -121,6 +121,21 @@ def test_a_row_without_a_band_keeps_its_nans():
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("columns", (60, 500, 601))
+def test_blocks_of_a_band_bounded_on_both_sides_are_one_batched_product(columns):
+    def banded(a, b):
+        i, j = jnp.arange(N)[:, None], jnp.arange(columns)
+        return jnp.where((i - 40 <= j) & (j < i + 3), a, 0) @ b
+
+    rng = np.random.default_rng(1)
+    a, b = (rng.standard_normal(s, np.float32) for s in ((N, columns), (columns, 7)))
+    fun = sym_optimize(banded, on_unsupported="error")
+    assert " blocks" in blocks(banded, a, b)[0]
+    assert str(jax.make_jaxpr(fun)(a, b)).count("dot_general") == 1
+    assert_equivalent(fun, banded, a, b)
+
+
+@pytest.mark.usefixtures("eager")
 def test_gradients_and_batches():
     a, b = drawn()
     fun = sym_optimize(BANDED["tril"], on_unsupported="error")
