@@ -317,11 +317,12 @@ class KernelFamily(Generic[Spec]):
 
 def _by_platform(kernel: Callable[..., Any], default: Callable[..., Any], *operands: Any) -> Any:
     """Run a kernel where the program is lowered for CUDA, and the default elsewhere."""
-    if not _defers.get():
-        return lax.platform_dependent(*operands, cuda=kernel, default=default)
     closed, tree = jax_internals.make_jaxpr(default, *operands)
     plain = partial(jax_internals.eval_jaxpr, closed)
-    run = lambda *xs: jax.tree.leaves(kernel(*xs)) if _may_lower() else plain(*xs)  # noqa: E731
+    if _defers.get():
+        run = lambda *xs: jax.tree.leaves(kernel(*xs)) if _may_lower() else plain(*xs)  # noqa: E731
+    else:
+        run, _ = jax_internals.make_jaxpr(kernel, *operands)
     late = partial(jax_kernels.late_kernel, run, plain, closed.out_avals)
     leaves = lax.platform_dependent(*operands, cuda=late, default=plain)
     return jax.tree.unflatten(tree, leaves)

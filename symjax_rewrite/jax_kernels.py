@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from symjax_rewrite.jax_internals import (
     eval_each,
     eval_equation,
     eval_inlined,
+    eval_jaxpr,
     is_float,
 )
 
@@ -225,49 +226,53 @@ def cudnn_attention_gradient(
     return eval_each(jax.make_jaxpr(pulled)(*operands), operands, run)
 
 
-_late_p = _core.Primitive("sym_late_kernel")
+LATE_KERNEL = "sym_late_kernel"
+_late_p = _core.Primitive(LATE_KERNEL)
 _late_p.multiple_results = True
 
 
 def late_kernel(
-    run: Callable[..., Sequence[Any]],
+    kernel: ClosedJaxpr | Callable[..., Sequence[Any]],
     plain: Callable[..., Sequence[Any]],
     avals: Sequence[Any],
     *operands: Any,
 ) -> Any:
-    """Stage out one equation for `run(*operands)`, which is traced when the equation is lowered.
+    """Stage out one equation that computes `kernel(*operands)`.
 
     Args:
-        run: returns a list of arrays.
+        kernel: returns a list of arrays. A function is traced when the equation is lowered.
         plain: returns the same without a kernel, for programs that no kernel can be lowered for.
         avals: of these arrays.
         operands: arrays.
     """
-    return _late_p.bind(*operands, run=run, plain=plain, avals=tuple(avals))
+    return _late_p.bind(*operands, kernel=kernel, plain=plain, avals=tuple(avals))
 
 
-def _run_late(*operands: Any, run: Callable[..., Any], **_: Any) -> Any:
-    return run(*operands)
+def _run_late(*operands: Any, kernel: Any, **_: Any) -> Any:
+    return eval_jaxpr(kernel, *operands) if isinstance(kernel, ClosedJaxpr) else kernel(*operands)
 
 
-def _lower_late(ctx: Any, *operands: Any, run: Any, plain: Any, avals: Sequence[Any]) -> Any:
+def _lower_late(ctx: Any, *operands: Any, kernel: Any, plain: Any, avals: Sequence[Any]) -> Any:
     """Lower the kernel; without it for several platforms, and for export.
 
     Exported programs may not hold Triton's calls, whose format has no guarantee.
     """
     module = ctx.module_context
     alone = len(module.platforms) == 1 and not module.lowering_parameters.for_export
-    return _lower_as_traced(ctx, *operands, run=run if alone else plain, avals=avals)
+    return _lower_as_traced(ctx, *operands, kernel=kernel if alone else plain, avals=avals)
 
 
 def _batch_late(
-    axis: Any, operands: Any, dims: Any, *, run: Any, plain: Any, avals: Sequence[Any]
+    axis: Any, operands: Any, dims: Any, *, kernel: Any, plain: Any, avals: Sequence[Any]
 ) -> Any:
     def each(fun: Callable[..., Any]) -> Callable[..., Any]:
         return jax.vmap(fun, tuple(dims), axis_size=axis.size, spmd_axis_name=axis.spmd_name)
 
     wide = tuple(_core.ShapedArray((axis.size, *a.shape), a.dtype) for a in avals)
-    made = _late_p.bind(*operands, run=each(run), plain=each(plain), avals=wide)
+    run = each(partial(_run_late, kernel=kernel))
+    if isinstance(kernel, ClosedJaxpr):
+        run = jax.make_jaxpr(run)(*operands)
+    made = _late_p.bind(*operands, kernel=run, plain=each(plain), avals=wide)
     return made, [0] * len(avals)
 
 

@@ -25,6 +25,7 @@ from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
 from symjax_rewrite.ir.term import CONST, NATIVE, Node
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.jax_kernels import LATE_KERNEL
 from symjax_rewrite.loops.loop_reading import LOOPS, read_loop
 from symjax_rewrite.rewriting.repeated_products import repeated_seconds
 
@@ -44,7 +45,8 @@ PASSES = frozenset(
 )
 CUMULATIVE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
 FREE = frozenset({"name", "optimization_barrier", "platform_index", "pvary", "stop_gradient"})
-CALLS = frozenset({"scan", "while", "cond", "sym_call", *jax_internals.CALLS, jax_internals.REMAT})
+CALLS = jax_internals.CALLS | {"scan", "while", "cond", "sym_call"}
+CALLS |= {jax_internals.REMAT, LATE_KERNEL}
 RULED = ("custom_jvp_call", "custom_vjp_call")
 # Sums of products whose FLOPs are not 2mnk.
 PRODUCTS = frozenset({"fft", "ragged_dot_general", "scaled_dot"})

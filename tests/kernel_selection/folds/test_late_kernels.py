@@ -43,10 +43,15 @@ def test_a_program_is_exported_for_gpus_without_one(platforms):
     assert "custom_call" not in exported.mlir_module()
 
 
-def test_inspected_kernel_is_in_the_jaxpr():
-    traced = sym_optimize(nearest, device="cpu", kernels="always").trace(*specs())
-    assert jax_internals.has_primitive(traced.jaxpr, KERNEL)
-    assert not jax_internals.has_primitive(traced.jaxpr, LATE)
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+def test_kernel_in_the_jaxpr_is_left_out_of_an_export():
+    with gpu_compiler.described("H200"):
+        optimised = sym_optimize(nearest, device="h200", kernels="always")
+        traced = optimised.trace(*specs())
+        assert jax_internals.has_primitive(traced.jaxpr, KERNEL)
+        assert "custom_call" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        exported = export.export(optimised, platforms=("cuda",))(*specs())
+    assert "custom_call" not in exported.mlir_module()
 
 
 def test_late_kernel_runs_and_is_batched():
@@ -60,3 +65,10 @@ def test_late_kernel_runs_and_is_batched():
     for fun in (jax.vmap(late, (0, None)), jax.jit(jax.vmap(late, (0, None)))):
         np.testing.assert_array_equal(fun(x, w), x * w)
     np.testing.assert_array_equal(jax.vmap(late, (1, 0), 0)(x, w), (x * w).T)
+
+
+def test_batched_kernel_stays_in_the_jaxpr():
+    x = jnp.ones(3)
+    kernel = jax.make_jaxpr(lambda y: [jnp.sin(y)])(x)
+    run = lambda y: jax_kernels.late_kernel(kernel, jnp.sin, kernel.out_avals, y)  # noqa: E731
+    assert jax_internals.has_primitive(jax.make_jaxpr(jax.vmap(run))(jnp.ones((2, 3))), "sin")

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
 from tests.kernel_selection.folds import variants  # noqa: F401  it adds to the table
 from tests.kernel_selection.folds.arrangements import FOLDS, INSIDE
 from tests.kernel_selection.folds.spellings import FUNCTIONS, B, T, arrays, tolerance
@@ -42,7 +42,7 @@ def pairwise(jaxpr):
 
 def is_fold(eqn):
     return eqn.primitive.name == "cond" and any(
-        e.primitive.name == "pallas_call" for b in eqn.params["branches"] for e in b.jaxpr.eqns
+        jax_internals.has_primitive(branch, "pallas_call") for branch in eqn.params["branches"]
     )
 
 
