@@ -66,20 +66,19 @@ class Points:
         return Points(value, exponential, rank, self.is_entry, move(self.end))
 
     def __neg__(self) -> Points:
-        self.require_numbers()
         exponential = None
         if self.exponential is not None:
             exponential = np.where(self.end == 0, inverse(self.exponential), 0)
         value = None if self.value is None else (PRIME - self.value) % PRIME
         rank = None if self.rank is None else -self.rank
-        return Points(value, exponential, rank, self.is_entry and not np.any(rank), -self.end)
+        end = np.where(self.is_nan, self.end, -self.end)
+        return Points(value, exponential, rank, self.is_entry and not np.any(rank), end)
 
     def __add__(self, other: Points) -> Points:
-        self.require_numbers(other)
-        end = self.end + other.end
-        if np.any(self.end * other.end < 0):
+        nan = self.is_nan | other.is_nan
+        if np.any((self.end * other.end < 0) & ~nan):
             raise Undecided
-        end = np.sign(end)
+        end = np.where(nan, np.int8(NAN), np.sign(self.end + other.end))
         value = _both(np.add, self.value, other.value)
         exponential = _both(times, self.exponential, other.exponential)
         exponential = None if exponential is None else np.where(end < 0, 0, exponential)
@@ -97,16 +96,25 @@ class Points:
         return found
 
     def __mul__(self, other: Points) -> Points:
-        self.require_finite(other)
+        nan = self.is_nan | other.is_nan
         value = _both(times, self.value, other.value)
-        if value is None:
+        if value is None or np.any((self.end | other.end != 0) & ~nan):
             raise Undecided
-        return number(value)
+        return Points(value % PRIME, None, None, False, np.where(nan, np.int8(NAN), np.int8(0)))
 
     def __truediv__(self, other: Points) -> Points:
-        if other.value is None or np.any(other.value % PRIME == 0):
+        if self.value is None or other.value is None:
             raise Undecided
-        return self * Points(inverse(other.value), None, None, False, other.end)
+        nothing = (other.value == 0) & (other.end == 0)
+        if np.any(nothing & ((self.value != 0) | (self.end != 0))):
+            raise Undecided  # the sign of a zero is not known
+        end = np.where(nothing, np.int8(NAN), other.end)
+        return self * Points(inverse(other.value), None, None, False, end)
+
+    @property
+    def is_nan(self) -> np.ndarray:
+        """Return True at the points where a value is NaN."""
+        return self.end == NAN
 
     @property
     def is_zero(self) -> bool:
@@ -118,18 +126,14 @@ class Points:
         if any(np.any(x.end) for x in (self, *others)):
             raise Undecided
 
-    def require_numbers(self, *others: Points) -> None:
-        """Raise `Undecided` if a value is NaN at a point."""
-        if any(np.any(x.end == NAN) for x in (self, *others)):
-            raise Undecided
-
     def is_equal(self, other: Points) -> bool:
         """Return True if the values agree at all points, themselves or their exponentials."""
         if np.any(self.end != other.end):
             return False
+        number = self.end == 0
         for x, y in ((self.value, other.value), (self.exponential, other.exponential)):
             if x is not None and y is not None:
-                return equal(x, y)
+                return equal(x * number, y * number)
         raise Undecided
 
 
@@ -179,10 +183,8 @@ class Sampler:
         if plain.dtype.kind == "b":
             return np.full(full, bool(plain))
         x = int(plain) if plain.dtype.kind in "iu" else float(plain)
-        if math.isnan(x):
-            raise Undecided
-        if math.isinf(x):
-            return _ends(np.full(full, np.int8(math.copysign(1, x))))
+        if math.isnan(x) or math.isinf(x):
+            return _ends(np.full(full, np.int8(NAN if math.isnan(x) else math.copysign(1, x))))
         top, bottom = x.as_integer_ratio()
         residue = np.full(full, top % PRIME * pow(bottom, -1, PRIME) % PRIME, np.int64)
         end = np.zeros(full, np.int8)
@@ -205,7 +207,7 @@ def compared(test: Callable, x: Points, y: Points) -> np.ndarray:
         raise Undecided
     if not (x.is_entry and y.is_entry) and not (x.is_zero or y.is_zero):
         raise Undecided
-    return np.where((x.end == NAN) | (y.end == NAN), test(0, np.nan), test(x.rank, y.rank))
+    return np.where(x.is_nan | y.is_nan, test(0, np.nan), test(x.rank, y.rank))
 
 
 def chosen(test: np.ndarray, x: Any, y: Any) -> Any:
@@ -262,7 +264,7 @@ def _run(e: Equation, operands: list[Any]) -> Any:
         return number(_dot(e, *map(_finite, operands)))
     if e.name in _COMPARISONS and e.reads[:1] == e.reads[1:2]:
         test = _COMPARISONS[e.name]
-        return np.where(operands[0].end == NAN, test(0, np.nan), test(0, 0))
+        return np.where(operands[0].is_nan, test(0, np.nan), test(0, 0))
     if e.name == "integer_pow":
         return _power(operands[0], e.eqn.params["y"])
     if e.name == "convert_element_type":
@@ -387,12 +389,12 @@ def one_like(x: Points) -> Points:
 
 def greatest(x: Points, y: Points) -> Points:
     """Return the larger values; NaN where one is."""
-    return chosen(compared(np.greater_equal, x, y) | (x.end == NAN), x, y)
+    return chosen(compared(np.greater_equal, x, y) | x.is_nan, x, y)
 
 
 def least(x: Points, y: Points) -> Points:
     """Return the smaller values; NaN where one is."""
-    return chosen(compared(np.less_equal, x, y) | (x.end == NAN), x, y)
+    return chosen(compared(np.less_equal, x, y) | x.is_nan, x, y)
 
 
 def _absolute(x: Points) -> Points:

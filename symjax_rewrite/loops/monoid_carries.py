@@ -22,7 +22,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.loops.exact_steps import Points, Sampler, Undecided, run_exactly
+from symjax_rewrite.loops.exact_steps import Points, Sampler, Undecided, chosen, run_exactly
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.monoids import MONOIDS, CarryMonoid, Exactly, OnArrays, aligned
 from symjax_rewrite.loops.motion import all_steps
@@ -103,6 +103,8 @@ class MonoidFold:
                 x = self._emptied(x, f.bases[0], states, firsts)
                 states[f.carry] = x
             like = aligned if f.monoid.selects else partial(_as_numbers, dtype=dtype)
+            if f.monoid.forgets:
+                x = self._begun(f.monoid, firsts[f.carry], x)
             ends = [(like(states[b], x.ndim), like(totals[b], x.ndim - 1)) for b in f.bases]
             total, extremum = f.monoid.total(x, *ends), None
             if isinstance(total, tuple):
@@ -111,9 +113,16 @@ class MonoidFold:
             pairs = [(like(firsts[b], total.ndim), like(totals[b], total.ndim)) for b in f.bases]
             if extremum is not None:
                 pairs = [(pairs[0][0], extremum)]
-            final = f.monoid.law(OnArrays, firsts[f.carry], total, *pairs)
-            finals[f.carry] = final.astype(dtype)
+            if not f.monoid.forgets:
+                total = f.monoid.law(OnArrays, firsts[f.carry], total, *pairs)
+            finals[f.carry] = total.astype(dtype)
         return finals
+
+    @staticmethod
+    def _begun(monoid: CarryMonoid, start: Any, x: Any) -> Any:
+        """Return states of which the first is combined with the start of the loop."""
+        number = lax.broadcasted_iota(np.int32, x.shape, 0)
+        return jnp.where(number == 0, monoid.law(OnArrays, start[None], x), x)
 
     def _emptied(self, x: Any, base: int, states: dict[int, Any], firsts: dict[int, Any]) -> Any:
         """Return states that are zero where their base is an identity.
@@ -191,6 +200,7 @@ class _CarryReader:
         self.equations = [e for e in self.body.equations if level[e.outvals[0]] == 2]
         if count is not None:
             self.equations = [*self._of_counter(count.value, level), *self.equations]
+        self.equations = [*self._tests_for_nan(), *self.equations]
         self.inner = {loop.carries[k].inner: k for k in carries}
         self.found: dict[int, Follows] = {}
         made = {v for e in self.equations for v in e.outvals}
@@ -208,6 +218,17 @@ class _CarryReader:
                 own.append(e)
                 known.update(e.outvals)
         return own
+
+    def _tests_for_nan(self) -> list[Equation]:
+        """Return the equations that test a number beside which a step reads it for NaN."""
+        read = {v for e in self.equations for v in e.reads}
+        return [
+            e
+            for e in self.body.equations
+            if self.level[e.outvals[0]] == 1
+            and {*e.reads} < read >= {*e.outvals}
+            and (e.name == "is_finite" or (e.name in ("ne", "eq") and e.reads[:1] == e.reads[1:]))
+        ]
 
     def _at_points(self, sampler: Sampler) -> _Inputs:
         avals = [self.body.avals[v] for v in self.read]
@@ -250,10 +271,8 @@ class _CarryReader:
         for monoid in MONOIDS:
             for bases in self._bases(monoid, needs) if monoid.permits(dtype) else ():
                 f = Follows(k, monoid, bases)
-                special = (self.zeros, self.ends) if monoid.selects else (self.zeros,)
-                if self._holds(f, self.numbers) and all(
-                    self._holds(f, inputs) is not False for inputs in special
-                ):
+                points = [self.numbers, self.zeros, *([self.ends] if monoid.selects else [])]
+                if all(self._holds(f, inputs) for inputs in points):
                     return f
         return None
 
@@ -268,15 +287,12 @@ class _CarryReader:
         ]
         yield from product(*choices)
 
-    def _holds(self, f: Follows, inputs: _Inputs) -> bool | None:
-        """Return True if a step combines the carry with the step's value at the identity.
-
-        None if the points do not tell.
-        """
+    def _holds(self, f: Follows, inputs: _Inputs) -> bool:
+        """Return True if a step combines the carry with the step's value at the identity."""
         try:
             return self._agrees(f, inputs)
         except Undecided:
-            return None
+            return False
 
     def _agrees(self, f: Follows, inputs: _Inputs) -> bool:
         before, after = self._states(None, inputs), self._states(f, inputs)
@@ -288,12 +304,33 @@ class _CarryReader:
             return False  # the error of a sum, by which it is corrected
         if self._inner(f.carry) not in before:
             return False
-        lift = after[out]
+        lift = self._lift(f, after, inputs)
         if f.monoid.name in ("sum", "rescaled sum") and _vanishes(lift):
             return False
         pairs = [self._pair(b, before, after, lift, inputs) for b in f.bases]
         expected = f.monoid.law(Exactly, before[self._inner(f.carry)], lift, *pairs)
         return _agree(expected, before[out])
+
+    def _lift(self, f: Follows, after: dict, inputs: _Inputs) -> Any:
+        """Return the value that a step combines with a carry: 0 where its base is an identity."""
+        lift = self._made(f.carry, after, inputs)
+        if not f.bases or not f.monoid.is_empty_with_base or f.bases[0] == COUNT:
+            return lift
+        base, ndim = self.found[f.bases[0]], lift.end.ndim
+        state = self._made(base.carry, after, inputs)
+        if state.value is None or state.end.ndim > ndim:
+            raise Undecided
+        state = aligned(state, ndim)
+        empty, zero = (aligned(inputs.sampler.constant(x), ndim) for x in (base.monoid.identity, 0))
+        is_empty = (state.end == empty.end) & ((state.end != 0) | (state.value == empty.value))
+        return chosen(is_empty, zero, lift)
+
+    def _made(self, k: int, env: dict, inputs: _Inputs) -> Any:
+        """Return the state of a carry after a step."""
+        out = _next_state(self.loop, k)
+        if out not in env:
+            run_exactly(making(self.equations, [out], set()), env, inputs.sampler)
+        return env[out]
 
     def _inner(self, k: int) -> int:
         return self.loop.carries[k].inner
@@ -320,10 +357,7 @@ class _CarryReader:
         ndim = (like if isinstance(like, np.ndarray) else like.end).ndim
         if b == COUNT:
             return aligned(inputs.count, ndim), aligned(inputs.sampler.constant(1), ndim)
-        out = _next_state(self.loop, b)
-        if out not in after:
-            run_exactly(making(self.equations, [out], set()), after, inputs.sampler)
-        state, lift = before[self._inner(b)], after[out]
+        state, lift = before[self._inner(b)], self._lift(self.found[b], after, inputs)
         if state.end.ndim > ndim:
             raise Undecided
         return aligned(state, ndim), aligned(lift, ndim)

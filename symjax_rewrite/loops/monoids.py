@@ -29,6 +29,7 @@ class Operations(Protocol):
     greatest: Callable[[Any, Any], Any]
     least: Callable[[Any, Any], Any]
     greater: Callable[[Any, Any], Any]
+    is_nan: Callable[[Any], Any]
     where: Callable[[Any, Any, Any], Any]
     decay: Callable[[Any, Any], Any]
     share: Callable[[Any, Any], Any]
@@ -46,6 +47,11 @@ class Exactly:
     def greater(x: Any, y: Any) -> Any:
         """Return x > y."""
         return exact.compared(np.greater, x, y)
+
+    @staticmethod
+    def is_nan(x: Any) -> Any:
+        """Return True where x is NaN."""
+        return x.is_nan
 
     @staticmethod
     def decay(x: Any, y: Any) -> Any:
@@ -69,6 +75,7 @@ class OnArrays:
     greatest = staticmethod(lax.max)
     least = staticmethod(lax.min)
     greater = staticmethod(jnp.greater)
+    is_nan = staticmethod(jnp.isnan)
     where = staticmethod(jnp.where)
     logaddexp = staticmethod(jnp.logaddexp)
 
@@ -90,11 +97,12 @@ Pair = tuple[Any, Any]  # a base before and in a step
 class CarryMonoid:
     """A monoid of states.
 
-    identity: 0 or an infinity. law(o, before, given, *pairs of bases before and given).
+    identity: 0, an infinity or NaN. law(o, before, given, *pairs of bases before and given).
     total(states, *pairs of the bases' states and their total). bases: the names of the monoids that
     it rests on. selects: True if a total is one of the states, so that nothing is rounded.
-    is_empty_with_base: True if a state is an identity where its first base is one. kinds: of the
-    dtypes of its states, as NumPy names them.
+    is_empty_with_base: True if a state is an identity where its first base is one. forgets: True if
+    a state can make those before it vanish, so that the start of the loop is combined with the
+    first state. kinds: of the dtypes of its states, as NumPy names them.
     """
 
     name: str
@@ -104,6 +112,7 @@ class CarryMonoid:
     bases: tuple[str, ...] = ()
     selects: bool = False
     is_empty_with_base: bool = True
+    forgets: bool = False
     kinds: str = "f"
 
     def identity_of(self, dtype: Any) -> Any:
@@ -154,6 +163,41 @@ def _first(sign: int, d: Any, base: Pair) -> Pair:
     return jnp.take_along_axis(d, place, 0, mode="clip")[0], best
 
 
+def _since_nan(sign: int, d: Any) -> Any:
+    """Return the extremum of the states after the last NaN, and NaN if that is the last state."""
+    steps = lax.broadcasted_iota(np.int32, d.shape, 0)
+    last = jnp.max(jnp.where(jnp.isnan(d), steps, -1), 0)
+    later = jnp.where(steps > last, d, sign * -jnp.inf)
+    best = jnp.max(later, 0) if sign > 0 else jnp.min(later, 0)
+    return jnp.where(last == d.shape[0] - 1, jnp.nan, best)
+
+
+def _extrema_of_numbers(name: str, sign: int) -> tuple[CarryMonoid, CarryMonoid]:
+    """Return the extremum that leaves NaN out, and the one that begins anew after a NaN."""
+
+    def beats(o: Operations, c: Any, d: Any) -> Any:
+        return o.greater(c, d) if sign > 0 else o.greater(d, c)
+
+    total = jnp.nanmax if sign > 0 else jnp.nanmin
+    return (
+        CarryMonoid(
+            f"{name} number",
+            math.nan,
+            lambda o, c, d: o.where(beats(o, c, d) | o.is_nan(d), c, d),
+            lambda d: total(d, 0),
+            selects=True,
+        ),
+        CarryMonoid(
+            f"{name} since NaN",
+            sign * -math.inf,
+            lambda o, c, d: o.where(beats(o, c, d), c, d),
+            partial(_since_nan, sign),
+            selects=True,
+            forgets=True,
+        ),
+    )
+
+
 _extremum = partial(CarryMonoid, selects=True, kinds="fiu")
 
 
@@ -168,6 +212,8 @@ MONOIDS = (
     CarryMonoid("sum", 0, lambda o, c, d: c + d, _sum, kinds="fiu"),
     _extremum("greatest", -math.inf, lambda o, c, d: o.greatest(c, d), lambda d: jnp.max(d, 0)),
     _extremum("least", math.inf, lambda o, c, d: o.least(c, d), lambda d: jnp.min(d, 0)),
+    *_extrema_of_numbers("greatest", 1),
+    *_extrema_of_numbers("least", -1),
     CarryMonoid(
         "logsumexp", -math.inf, lambda o, c, d: o.logaddexp(c, d), lambda d: jax.nn.logsumexp(d, 0)
     ),

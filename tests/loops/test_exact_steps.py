@@ -17,6 +17,7 @@ from symjax_rewrite.loops.exact_steps import (
     Undecided,
     compared,
     greatest,
+    one_like,
     run_exactly,
 )
 
@@ -54,7 +55,6 @@ UNDECIDED = {
     "a multiple of an infinity": lambda a, b, c: a * jnp.inf,
     "a division by zero": lambda a, b, c: a / 0.0,
     "a logarithm of zero": lambda a, b, c: jnp.log(a - a),
-    "no number": lambda a, b, c: a + jnp.nan,
     "a negative power": lambda a, b, c: lax.integer_pow(a, -2),
     "a sine": lambda a, b, c: jnp.sin(a),
     "half precision": lambda a, b, c: a.astype(jnp.float16),
@@ -124,5 +124,8 @@ def test_nan_is_larger_than_nothing_and_spreads_through_maxima() -> None:
     assert not np.any(compared(np.greater, x, y) & either)
     assert np.all(compared(np.not_equal, x, y) >= either)
     assert np.array_equal(greatest(x, y).end == NAN, either)
+    nothing = Sampler(zeros=True).constant(0, (3,))
+    assert np.array_equal((x - nothing).is_nan, x.is_nan)
+    assert np.all((nothing / nothing).is_nan)
     with pytest.raises(Undecided):
-        _ = x + y
+        _ = one_like(nothing) / nothing

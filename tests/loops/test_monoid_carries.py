@@ -178,6 +178,27 @@ def test_a_monoid_runs_at_once(name: str) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
 
 
+EXTREMA: dict[str, Callable] = {
+    "largest since NaN": lambda c, x: jnp.where(c > x, c, x),
+    "least since NaN": lambda c, x: jnp.where(x >= c, c, x),
+    "largest number": jnp.fmax,
+    "least number": jnp.fmin,
+    "state that is no number": lambda c, x: jnp.where(jnp.isnan(c), x, jnp.maximum(c, x)),
+    "input that is no number": lambda c, x: jnp.where(jnp.isnan(x), c, jnp.maximum(c, x)),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+def test_extrema_that_lose_a_nan_run_at_once(name: str) -> None:
+    draw, fold = np.random.default_rng(0), looped(EXTREMA[name], reverse="least" in name)
+    numbers = draw.integers(-3, 4, (9, 512)).astype("f")
+    ends = draw.choice(np.array([np.nan, np.inf, -np.inf], "f"), (9, 512), p=[0.6, 0.2, 0.2])
+    xs = np.where(draw.random((9, 512)) < np.linspace(0, 1, 512), ends, numbers)
+    start = draw.choice(np.array([np.nan, np.inf, -np.inf, 0], "f"), 512)
+    assert not is_loop(fold, start, xs, **GPU)
+    np.testing.assert_array_equal(sym_optimize(fold, **GPU)(start, xs), fold(start, xs))
+
+
 @pytest.mark.parametrize("first", [0, 1, 7])
 def test_a_counter_is_a_count(first: int) -> None:
     """The count before the first step is `first`, or for the second loop `first` less one."""
@@ -288,13 +309,13 @@ def begun_by_infinity(c, x):
     return jnp.where(jnp.isfinite(c), jnp.minimum(c, x), x)
 
 
-def forgetting_nan(c, x):
-    return jnp.where(c > x, c, x)
-
-
 def kept_after_nan(c, x):
     largest, place = c
     return jnp.maximum(largest, x[0]), jnp.where(x[0] <= largest, place, x[1])
+
+
+def least_divided(c, x):
+    return jnp.where(c == 0, 2 * x, c + x * (c / c))
 
 
 def moving_average(c, x):
@@ -316,7 +337,7 @@ LOOK_ALIKES: dict[str, tuple[Callable, Any, Any]] = {
     "squares without a correction": (biased, (jnp.float32(0), ZERO, ZERO), X),
     "a least value that zero begins": (begun_by_zero, ZERO, X),
     "a least value that infinity begins": (begun_by_infinity, -NONE, X),
-    "a largest value that forgets NaN": (forgetting_nan, NONE, X),
+    "a sum that zero begins, with a quotient": (least_divided, ZERO, X),
     "a place that NaN moves": (kept_after_nan, (NONE, PLACES), (X, NUMBERS)),
     "an average that forgets": (moving_average, ZERO, X),
     "half precision": (lambda c, x: c + x, ZERO.astype(jnp.float16), X.astype(jnp.float16)),

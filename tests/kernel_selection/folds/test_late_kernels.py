@@ -70,5 +70,6 @@ def test_late_kernel_runs_and_is_batched():
 def test_batched_kernel_stays_in_the_jaxpr():
     x = jnp.ones(3)
     kernel = jax.make_jaxpr(lambda y: [jnp.sin(y)])(x)
-    run = lambda y: jax_kernels.late_kernel(kernel, jnp.sin, kernel.out_avals, y)  # noqa: E731
+    plain = lambda y: [jnp.sin(y)]  # noqa: E731
+    run = lambda y: jax_kernels.late_kernel(kernel, plain, kernel.out_avals, y)  # noqa: E731
     assert jax_internals.has_primitive(jax.make_jaxpr(jax.vmap(run))(jnp.ones((2, 3))), "sin")
