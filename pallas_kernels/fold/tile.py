@@ -122,12 +122,18 @@ def _einsum(
 
 def contract(spec: FoldSpec, contraction: Contraction, block: Block) -> Array:
     """Return the tile of a contraction, with size 1 for inner batch axes that neither side has."""
-    sides = [
-        (block.arrays[k], block_axes(spec, k, block.inner))
-        for k in (contraction.row, contraction.col)
-    ]
+    row, col = contraction.row, contraction.col
+    rows, cols = (block_axes(spec, k, block.inner) for k in (row, col))
+    x, columns = block.arrays[row], block.arrays[col]
+    alone = [a for a in block.inner if a in cols and a not in rows]
+    # A product in which only the columns have a batch begins with them, and its result, which is
+    # as many times larger as it has columns, would be read across.
+    if alone and spec.width(row) <= columns.shape[cols.index(spec.col)]:
+        x = jnp.broadcast_to(x, (*(columns.shape[cols.index(a)] for a in alone), *x.shape))
+        rows = (*alone, *rows)
     full = (*block.inner, spec.row, spec.col)
-    present = [a for a in full if any(a in axes for _, axes in sides)]
+    present = [a for a in full if a in rows or a in cols]
+    sides = (x, rows), (columns, cols)
     tile = _einsum(spec, sides, present, contraction.precision, contraction.dtype)
     return lax.expand_dims(tile, [k for k, a in enumerate(full) if a not in present])
 

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite.pallas_kernels.fold.spec import Extremum, FoldSpec, Output, Sums, Tile
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    Contraction,
+    Extremum,
+    FoldSpec,
+    Output,
+    Sums,
+    Tile,
+)
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from symjax_rewrite.pallas_kernels.named_axes import Operand
 
@@ -63,3 +71,27 @@ def test_reductions_are_compiled_apart_from_their_tiles(output: Output) -> None:
     computations = re.split(r"\n\n", lowered.compile().as_text() or "")
     assert any(" rsqrt(" in text for text in computations)
     assert not any(" rsqrt(" in text and " reduce(" in text for text in computations)
+
+
+@pytest.mark.parametrize("batched", ["rows", "columns", "both"])
+def test_tiles_of_a_batch_are_computed_in_their_order(batched: str) -> None:
+    """A tile that is transposed after its product is read across its rows."""
+    axes = {"rows": ("n",), "columns": ("m",)}
+    axes = {k: ("b", *v) if batched in (k, "both") else v for k, v in axes.items()}
+    spec = FoldSpec(
+        sizes=(("b", 3), ("m", 20), ("n", 30), ("d", 4)),
+        batch=("b",),
+        row="n",
+        col="m",
+        operands=tuple(Operand((*a, "d"), "float32") for a in axes.values()),
+        contractions=(Contraction(0, 1, ("d",)),),
+        tile=Tile(lambda dots, v, i, j: jnp.exp(dots[0]), ()),
+        outputs=(Sums(),),
+    )
+    x, y = (jnp.sin(jnp.arange(120.0 * (3 if "b" in a else 1))) for a in axes.values())
+    shapes = [spec.shape(k) for k in range(2)]
+    x, y = (jnp.resize(a, shape) for a, shape in zip((x, y), shapes, strict=True))
+    text = str(jax.make_jaxpr(lambda x, y: fold_xla(spec, x, y))(x, y))
+    assert "permutation=(0, 2, 1)" not in text
+    ((got,),), ((want,),) = (run(spec, x, y) for run in (fold_xla, fold_reference))
+    assert jnp.allclose(got, want, rtol=1e-5)
