@@ -224,13 +224,13 @@ def _better_swapped(
     The result is copied where its reader has its axes in the other order. Measured, the copy takes
     less time than a left operand that is read with a stride.
     """
-    place = {i: n for n, i in enumerate(order)}
-    mine = min((place.get(i, i) for i in left[1] if i not in right[1]), default=-1)
-    theirs = min((place.get(i, i) for i in right[1] if i not in left[1]), default=mine)
-    copied = _result_elements(left, right, summed) if order and mine >= 0 else 0
-    now, then = _strides(left, right, summed, batch), _strides(right, left, summed, batch)
-    written = (then[0], then[1] + copied * (theirs > mine), theirs)
-    return written < (now[0], now[1] + copied * (mine > theirs), mine)
+    place, shared = {i: n for n, i in enumerate(order)}, {*summed, *batch}
+    free = [[place.get(i, i) for i in x[1] if i not in shared] for x in (left, right)]
+    mine, theirs = map(min, free) if all(free) else (0, 0)
+    copied = _result_elements(left, right, summed) if order else 0
+    now, then = (_strides(*sides, summed, batch) for sides in ((left, right), (right, left)))
+    written = (then[0], then[1] + copied * (theirs > mine), theirs, then[2])
+    return written < (now[0], now[1] + copied * (mine > theirs), mine, now[2])
 
 
 def _result_elements(left: Operand, right: Operand, summed: list[int]) -> int:
@@ -240,18 +240,22 @@ def _result_elements(left: Operand, right: Operand, summed: list[int]) -> int:
     return _count(n for i, n in sizes.items() if i not in summed)
 
 
-def _strides(left: Operand, right: Operand, summed: list[int], batch: list[int]) -> tuple[int, int]:
-    """Return the numbers of elements of both operands that are read with a stride.
+def _strides(
+    left: Operand, right: Operand, summed: list[int], batch: list[int]
+) -> tuple[int, int, int]:
+    """Return the elements read with a stride: of the left operand, the right one, and of copies.
 
     Reads are contiguous if the left operand contracts its last axis and the right operand its
     first. Measured on CPU (experiments/linear_algebra): a left operand contracted on its first axis
     costs up to 40 times as much. A right operand contracted on its last axis costs hardly more.
-    XLA copies an operand whose batch axes are not its first axes, left or right alike.
+    XLA copies an operand whose batch axes are not its first axes, by rows if reads are contiguous.
     """
     (a, la), (b, lb) = left, right
-    in_place = lambda labels: len(labels) > 1 and list(labels[: len(batch)]) == batch  # noqa: E731
-    strided = in_place(la) and la[-1] not in summed, in_place(lb) and lb[-1] in summed
-    return _elements(a) * strided[0], _elements(b) * strided[1]
+    shared = len(batch) + len(summed)  # a vector has no further axis
+    mine = _elements(a) if len(la) > shared and la[-1] not in summed else 0
+    theirs = _elements(b) if len(lb) > shared and lb[-1] in summed else 0
+    kept, own = (list(labels[: len(batch)]) == batch for labels in (la, lb))
+    return mine * kept, theirs * own, mine * (not kept) + theirs * (not own)
 
 
 def transposed_apart(node: Node, operands: list[Operand]) -> list[Operand]:

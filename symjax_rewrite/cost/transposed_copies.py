@@ -1,8 +1,10 @@
 """The price of transposed copies: transposes in a program, and those that XLA makes for products.
 
 A product reads each operand with its batch axes first, and then its free and its summed axes, each
-in one piece and in either order. XLA folds a transposition that only products read into them, and
-computes elementwise functions where they are read, so a copy moves their operands in memory.
+in one piece and in either order. An operand in no such order is copied, on the left with its summed
+axes last and on the right with its free axes last. XLA folds a transposition that only products
+read into them, and computes elementwise functions where they are read, so a copy moves their
+operands in memory.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def _operand(e: Equation, side: int, copies: _Copies) -> float:
     aval: Any = e.eqn.invars[side].aval
     free = [k for k in range(aval.ndim) if k not in summed and k not in batch]
     ways = ((*batch, *free, *summed), (*batch, *summed, *free))
-    return min(copies.of(e.invals[side], aval, way, is_operand=True) for way in ways)
+    found = [copies.of(e.invals[side], aval, way, is_operand=True) for way in ways]
+    return found[side] if all(found) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,8 @@ class _Copies:
             elif not in_order:
                 across = maker is not None and maker.name == "dot_general" and not is_operand
                 across = across and long[-1] != max(long)
-                seconds += aval.size * self._rate(v, order, across)
+                each = self._rate(v, order, across)
+                seconds += aval.size * (max(each, self._written(v)) if is_operand else each)
                 seconds += self.device.page_seconds(aval.size * aval.dtype.itemsize)
         return seconds
 
@@ -122,9 +126,13 @@ class _Copies:
         across: True for a product's result whose rows are read across.
         """
         if self._is_of_smaller(v):  # computed once more, in this order
-            return self.avals[v].dtype.itemsize / self.device.bytes_per_s
+            return self._written(v)
         moved = min(1.0, self.layouts.moved_row / _unmoved(self.avals[v].shape, order))
         return moved * (self.layouts.result_s if across else self.layouts.copy_s)
+
+    def _written(self, v: int) -> float:
+        """Return the seconds to write an element of a value."""
+        return self.avals[v].dtype.itemsize / self.device.bytes_per_s
 
     def _inner_order(
         self,

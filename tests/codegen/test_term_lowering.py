@@ -123,3 +123,20 @@ def test_the_reader_orders_large_products_of_thin_operands(order):
     sizes = (90, 30, 3)
     _, labels = term_lowering.lower_node(swapped, operands[::-1], sizes, "float32", {}, order=order)
     assert labels == (order or (0, 1))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("axes", "is_left"), [((1, 0, 2), True), ((2, 0, 1), False)])
+def test_an_inner_batch_stands_on_the_side_to_which_xla_copies_it_by_rows(axes, is_left, swapped):
+    """XLA copies a left operand with its summed axes last, a right one with its free axes last."""
+    sizes = (3, 4, 5)  # of the batch, of the rows of the result, and of the sum
+    refs = (Ref(0, axes), Ref(1, (0, 2)))[:: -1 if swapped else 1]
+    node = Node(CONTRACT, None, refs, 2, sizes[2:])
+
+    def product(*arrays):
+        operands = [(x, r.axes) for x, r in zip(arrays, refs, strict=True)]
+        return term_lowering.lower_node(node, operands, sizes, "float32", {})[0]
+
+    made = jax.make_jaxpr(product)(*[jnp.ones([sizes[i] for i in r.axes]) for r in refs])
+    left = next(e for e in made.eqns if e.primitive.name == "dot_general").invars[0]
+    assert (left.aval.ndim == 3) == is_left

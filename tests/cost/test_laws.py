@@ -1,5 +1,6 @@
 """Laws of prices: costs beside arithmetic and traffic, and operations without a cost."""
 
+import functools
 from typing import Any
 
 import jax
@@ -61,6 +62,21 @@ def test_transposition_folded_into_a_product_is_no_copy(fun: Any, shapes: Any) -
 )
 def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
     assert copies(fun, *shapes) == pytest.approx(elements)
+
+
+def test_operands_of_inner_batches_are_moved_by_row_on_one_side_of_a_product() -> None:
+    """Moved by rows, an element takes the time that it is written in, however long its row is."""
+
+    def product(w: Any, v: Any, left: bool) -> Any:
+        if left:
+            return lax.dot_general(w, v, (((2,), (1,)), ((1,), (0,))))
+        return lax.dot_general(v, w, (((1,), (2,)), ((0,), (1,))))
+
+    assert CPU.layouts is not None
+    shapes, size = ((64, 16, 100), (16, 100)), 64 * 16 * 100
+    left, right = (copies(functools.partial(product, left=x), *shapes) for x in (True, False))
+    assert left == pytest.approx(4 / CPU.bytes_per_s / CPU.layouts.copy_s * size)
+    assert right == pytest.approx(size)
 
 
 def test_reading_across_rows_costs_more_than_a_reordered_array() -> None:
