@@ -8,14 +8,15 @@ packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s`
 `product_s` and `step_s` of `LoopFacts`. *Pages*: a sum of arrays around the size that the allocator
 keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
 rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
-`row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least
-entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in
-batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features
-with as many columns as rows; `square_repeats` of `FusionFacts`. *Rows*: products of long matrices
-with few columns; `product_row_s` of `MemoryFacts`. *Fusions*: differences of a product and points,
-reduced, with the product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds
-of sums over features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis,
-read and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
+`row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least entry,
+along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in batches
+of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features with as
+many columns as rows; `square_repeats` of `FusionFacts`. *Repeated*: sums of rows, copied along an
+inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices with few columns;
+`product_row_s` of `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
+product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds of sums over
+features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and
+written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
 `conflict_bytes` and `conflict_s` of `ProductLayouts`.
 """
 
@@ -281,6 +282,21 @@ def squares(width: int = 8) -> None:
             print(f"{rows} × {terms} times {terms} × {columns}: {times:.1f} times again")
 
 
+def repeated() -> None:
+    """Print the times of a sum of rows and its copies, in one call beside a sum stored first."""
+
+    def rows(x: Any, width: int, stored: Any) -> Any:
+        return jnp.broadcast_to(stored(jnp.sum(x, 1))[:, None], (len(x), width))
+
+    for count, width in itertools.product((2_000, 16_000, 60_000), (8, 64, 256)):
+        x = array(count, 20)
+        fused, apart = (
+            seconds_of(functools.partial(rows, width=width, stored=f), x)
+            for f in (lambda y: y, lambda y: lax.reduce_precision(y, 8, 23))
+        )
+        print(f"{count} repeated {width} times: {1e9 * (fused - apart) / count:.0f} ns a sum")
+
+
 def pieces() -> None:
     """Print the times of the pieces of memory that slices along the last axis read and write.
 
@@ -345,6 +361,7 @@ def main() -> None:
         tiles()
         ties()
         squares()
+        repeated()
         blocks()
         pieces()
         conflicts()

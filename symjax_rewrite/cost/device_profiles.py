@@ -324,7 +324,11 @@ CPU = Device(
     column_scans=ColumnScanFacts(),
     fusions=(
         FusionFacts(
-            product_bytes=1 << 18, square_repeats=4.0, sums_are_products=True, sorts_parts=True
+            product_bytes=1 << 18,
+            square_repeats=4.0,
+            repeated_s=2e-8,
+            sums_are_products=True,
+            sorts_parts=True,
         )
         if jax.__version_info__ < (0, 11)
         else FusionFacts()

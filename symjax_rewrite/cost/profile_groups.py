@@ -456,6 +456,9 @@ class FusionFacts:
     square_repeats: float = quantity(
         "1", "times that a product with a square result repeats a sum fused with it", LAWS, 0.0
     )
+    repeated_s: float = quantity(
+        "s/element", "of a reduction's result, repeated along an inner axis by its call", LAWS, 0.0
+    )
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 

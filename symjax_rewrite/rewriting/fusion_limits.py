@@ -17,6 +17,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
   XLA makes a product of it.
 - Until jaxlib 0.11, whole rows are sorted where a slice of a top-k is no smaller top-k.
 - A call computes an extremum, and reads a selection from memory.
+- Until jaxlib 0.11, a call that ends with the repetition of a reduction along an inner axis writes
+  the copies of one element after those of another, on one core.
 
 A rounding to the precision that the values have changes no value and is not fused; a barrier keeps
 a top-k one operation.
@@ -45,7 +47,7 @@ from symjax_rewrite.cost.equation_cost import (
 )
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import cone, makers_of, users_of, walk
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, users_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
@@ -78,9 +80,8 @@ class FusionLimits:
         if facts.square_repeats:
             yield from _square_products(r)
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
-        least = facts.least_elements
-        found = [e for e in found if _read(e) >= least]
-        found = [e for e in found if not _is_view(e)]
+        reductions = [e for e in found if not _is_view(e)]
+        found = [e for e in reductions if _read(e) >= facts.least_elements]
         weighted: dict[Equation, Candidate] = {}
         if context.reorders():
             weighted = dict(_weighted_sums(r))
@@ -92,6 +93,8 @@ class FusionLimits:
             yield from _sums_of_selections(apart, r)
             if context.reorders():
                 yield from _short_sums(found, r)
+        if facts.repeated_s:
+            yield from _repeated_results(reductions, r)
         if facts.sorts_parts:
             yield from _selections(r)
 
@@ -462,6 +465,47 @@ def _repeated_seconds(chain: Chain, e: Equation, r: Fused) -> float:
             made = _made(maker)
             steps += (size - made) * r.device.functions.of(maker.name)
     return steps / r.device.folds.fused_steps_per_s
+
+
+def _repeated_results(found: list[Equation], r: Fused) -> Iterator[Candidate]:
+    """Yield reductions whose results a call repeats along an inner axis, one after the other."""
+    facts, device = r.facts, r.device
+    for e in found:
+        spread = _repetition(e, r)
+        shape: tuple[Any, ...] = () if spread is None else shape_of(spread.eqn.outvars[0])
+        if spread is None or not all(isinstance(n, int) for n in shape):
+            continue
+        places = zip(
+            spread.eqn.params["broadcast_dimensions"], shape_of(spread.eqn.invars[0]), strict=True
+        )
+        own = {k for k, n in places if n == shape[k]}
+        pieces = math.prod(shape[: min({*range(len(shape))} - own)])
+        both_s = math.prod(shape) * 4 / device.bytes_per_s + device.launch_s
+        seconds = both_s + facts.repeated_s * pieces, both_s + facts.stored_s * _made(e)
+        if math.prod(shape) >= facts.least_elements and r.pays(*seconds):
+            yield candidate(RULE, e.where(), _stored_result(e), seconds)
+
+
+def _repetition(e: Equation, r: Fused) -> Equation | None:
+    """Return the equation that ends a reduction's call by repeating its result, if one does.
+
+    A call holds what alone reads the result, as far as the library has the operations.
+    """
+    outputs, found = set(numbers(r.program.outputs)), None
+    v = e.outvals[0]
+    while v not in outputs:
+        users = r.users.get(v, ())
+        if len(users) != 1:
+            return None
+        (u,) = users
+        if u.name in VIEWS:
+            found = u if found is None and _made(u) > _read(u) else found
+        elif found is not None:
+            return None if u.name in ELEMENTWISE | REDUCTIONS else found
+        elif not is_known(u.name, [r.makers[a].name for a in u.reads if a in r.makers]):
+            return None
+        v = u.outvals[0]
+    return None if r.users.get(v) else found
 
 
 def _made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Equation]:

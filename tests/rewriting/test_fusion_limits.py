@@ -109,6 +109,27 @@ def test_values_in_slow_fusions_are_stored(name: str) -> None:
     assert not stored(fun, *args, rules=packs.default - NAME)
 
 
+def repeated(x, *more):
+    return jnp.broadcast_to(jnp.exp(jnp.max(x, 1))[:, None], (len(x), *more))
+
+
+@OLD
+@pytest.mark.parametrize(
+    ("fun", "count"),
+    [
+        (lambda x: repeated(x, 8), 1),
+        (lambda x: repeated(x, 8).reshape(-1), 1),
+        (lambda x: jnp.concatenate([repeated(x, 8), x], 1), 1),
+        (lambda x: repeated(x, 8) + x[0, :8], 0),
+        (lambda x: jnp.broadcast_to(jnp.max(x, 1), (8, len(x))), 0),
+        (lambda x: jnp.broadcast_to(jnp.max(x[:20], 1)[:, None], (20, 8000)), 0),
+        (lambda x: (lambda m: jnp.stack([m[:, None] + jnp.zeros(8)] * 2) + m[0])(jnp.max(x, 1)), 0),
+    ],
+)
+def test_a_result_that_its_call_repeats_one_by_one_is_stored(fun: Callable, count: int) -> None:
+    assert stored(fun, array(20_000, 20)) == count
+
+
 @OLD
 def test_the_kernel_of_a_square_product_is_stored() -> None:
     def product(x, y, b):
