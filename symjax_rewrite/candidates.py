@@ -184,7 +184,8 @@ class Terms:
         """Return the modelled seconds of the program."""
         g, roots = self.t.graph, tuple(sorted(self.need.outside))
         choice = {c: node_of(g, c) for c in self.need.order}
-        return self.model.evaluate(g, choice, roots, self.known.__contains__).seconds
+        priced = self.model.evaluate(g, choice, roots, self.known.__contains__)
+        return priced.seconds + self.model.spread_bytes(self.t) / self.model.device.bytes_per_s
 
 
 class OutOfTimeError(Exception):

@@ -19,11 +19,12 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import postorder, walk
+from symjax_rewrite.ir.dataflow import numbers, postorder, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.sizes import Dim, from_jax, product
 from symjax_rewrite.ir.term import Node, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
@@ -274,6 +275,14 @@ class CostModel:
         if key not in self._bytes:
             self._bytes[key] = self._count(c.sizes) * itemsize(c.dtype)
         return self._bytes[key]
+
+    def spread_bytes(self, t: TermGraph) -> float:
+        """Return the bytes of results along axes on which their values do not depend."""
+        extra = 0.0
+        for v in set(numbers(t.program.outputs)):
+            whole = self._count(t.sizes[v]) * itemsize(t.dtypes[v])
+            extra += max(whole - self.class_bytes(t.graph, t.view(v).cls), 0.0)
+        return extra
 
     def evaluate(
         self,

@@ -27,6 +27,7 @@ from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.jax_kernels import LATE_KERNEL
 from symjax_rewrite.loops.loop_reading import LOOPS, read_loop
+from symjax_rewrite.rewriting.product_orientation import across_seconds
 from symjax_rewrite.rewriting.repeated_products import repeated_seconds
 
 Sample = dict[str, int]  # a number for every named size
@@ -257,10 +258,12 @@ def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffi
     model, roots = terms.model(_kept(device), sample), terms.roots()
     cost = model.evaluate(t.graph, terms.choice, roots)
     fresh_s = device.page_seconds(live_bytes(terms, device, sample))
-    repeated_s = repeated_seconds(t, terms.need, model)
-    moved = model.symbolic(t.graph, terms.choice, roots).bytes if t.dim_env else cost.bytes
+    spread = model.spread_bytes(t)
+    beside_s = repeated_seconds(t, terms.need, model) + across_seconds(t.program, device)
+    beside_s += spread / device.bytes_per_s
+    moved = model.symbolic(t.graph, terms.choice, roots).bytes if t.dim_env else cost.bytes + spread
     natives = (equation_traffic(e.eqn, device, sample) for e in terms.equations())
-    return sum(natives, start=Traffic(moved, cost.seconds + fresh_s + repeated_s, cost.launches))
+    return sum(natives, start=Traffic(moved, cost.seconds + fresh_s + beside_s, cost.launches))
 
 
 def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:

@@ -28,6 +28,7 @@ from symjax_rewrite.cost.product_layouts import (
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
+from symjax_rewrite.ir.replacement import live_values
 from symjax_rewrite.ir.transposed_values import TransposedValue, transposed_value
 from symjax_rewrite.rewriting.equation_forms import candidate, is_sharded
 from symjax_rewrite.rewriting.grouped_heads import ungrouped
@@ -95,7 +96,7 @@ class OrientedProducts:
         facts = context.device.layouts
         if facts is None or not (context.runs(self.name) and context.reorders()):
             return
-        products = [e for e in program.equations if e.name == "dot_general"]
+        products = [*filter(_is_product, program.equations)]
         if not products:
             return
         makers, users = makers_of(program.equations), users_of(program.equations)
@@ -103,7 +104,7 @@ class OrientedProducts:
         for e in products:
             if not _is_plain(e):
                 continue
-            if e.eqn.params["dimension_numbers"][1][0]:
+            if _has_batch(e):
                 yield from _without_copies(program, e, makers, context.device)
                 continue
             found = _read(program, e, makers, users, outputs)
@@ -116,8 +117,31 @@ class OrientedProducts:
                     yield from _moved(e, found, facts, context.device)
 
 
+def across_seconds(program: Program, device: Device) -> float:
+    """Return the seconds that products take longer since they read operands across their rows.
+
+    Of products in batches nothing is known.
+    """
+    if device.layouts is None:
+        return 0.0
+    live, outputs = live_values(program, ()), set(numbers(program.outputs))
+    makers, users = makers_of(program.equations), users_of(program.equations)
+    seconds = 0.0
+    for e in filter(_is_product, program.equations):
+        if live.isdisjoint(e.outvals) or not _is_plain(e) or _has_batch(e):
+            continue
+        found = _read(program, e, makers, users, outputs)
+        if found is not None:
+            seconds += added_seconds(found.left.matrix, found.right.matrix, device.layouts)
+    return seconds
+
+
 def _is_product(e: Equation) -> bool:
     return e.name == "dot_general"
+
+
+def _has_batch(e: Equation) -> bool:
+    return bool(e.eqn.params["dimension_numbers"][1][0])
 
 
 def _moved(

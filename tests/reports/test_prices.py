@@ -460,3 +460,17 @@ def test_refusals_that_differ_by_their_gain_are_one():
     assert "    at f.py:1 (f)" in lines and "    at f.py:2 (f)" in lines
     assert report.to_html().count("2.00× to 4.00× slower") == 1
     assert len(json.loads(report.to_json())["routes"]) == 4  # the record keeps all
+
+
+def test_products_that_read_across_rows_take_longer():
+    x, rows, g = spec_list([(20_000, 500), (500, 20_000), (20_000, 8)])
+    transposed = sym_optimize(lambda x, g: x.T @ g, device="cpu").explain(x, g)
+    along = sym_optimize(lambda x, g: x @ g, device="cpu").explain(rows, g)
+    assert transposed.before.seconds > 1.5 * along.before.seconds
+
+
+def test_results_are_written_along_all_axes():
+    x = jax.ShapeDtypeStruct((ROWS,), jnp.float32)
+    spread = lambda x: jnp.broadcast_to(jnp.exp(x)[:, None], (ROWS, 4 * ROWS))  # noqa: E731
+    report = sym_optimize(spread, device="cpu").explain(x)
+    assert report.before.bytes == ends_bytes(jax.make_jaxpr(spread)(x))
