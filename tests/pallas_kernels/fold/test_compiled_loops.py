@@ -8,6 +8,7 @@ import pytest
 
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import (
+    Band,
     Contraction,
     Extremum,
     FoldSpec,
@@ -15,6 +16,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Sums,
     Tile,
 )
+from symjax_rewrite.pallas_kernels.fold.tiling import xla_blocks
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from symjax_rewrite.pallas_kernels.named_axes import Operand
 
@@ -51,6 +53,34 @@ def test_compiled_kernels_do_not_grow_with_the_vectors() -> None:
         return (run.lower(x, y).compile().as_text() or "").count(" fusion(")
 
     assert kernels(12) == kernels(3)
+
+
+@pytest.mark.parametrize(
+    "cols, band, held",
+    [
+        (585, Band(), 585),
+        (585, Band(upper=0), 585),
+        (1024, Band(lower=0), 1024),
+        (2048, Band(upper=0), 512),  # half of the blocks are left out
+        (585, Band(lower=-40, upper=0), 293),
+        (585, Band(length=2), 293),  # the data tell how many columns are left out
+    ],
+)
+def test_blocks_hold_few_columns_whole_where_a_band_skips_little(
+    cols: int, band: Band, held: int
+) -> None:
+    spec = FoldSpec(
+        sizes=(("m", cols), ("n", cols)),
+        batch=(),
+        row="m",
+        col="n",
+        operands=(Operand(("m",), "float32"), Operand(("n",), "float32"), Operand((), "int32")),
+        contractions=(),
+        tile=Tile(lambda _, v, i, j: v[0] * v[1], (0, 1)),
+        outputs=(Sums(),),
+        band=band,
+    )
+    assert xla_blocks(spec).cols == held
 
 
 @on_cpu
