@@ -101,7 +101,8 @@ def _as_decided(before_s: float, after_s: float, result: Result) -> tuple[float,
     prices = [c.seconds for c in result.changes if c.seconds is not None]
     written_s, changed_s = (sum(side) for side in zip(*prices, strict=True)) if prices else (0, 0)
     if written_s > before_s:
-        before_s = max(after_s - changed_s, 0.0) + written_s
+        after_s = max(after_s, changed_s)
+        before_s = after_s - changed_s + written_s
     saved_s = written_s - changed_s
     return before_s, min(after_s, before_s - saved_s) if saved_s > 0 else after_s
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,11 @@ from jax.experimental import pallas as pl
 from symjax_rewrite import Budget, jax_internals, sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.optimizer import Optimiser
+from symjax_rewrite.options import Options
+from symjax_rewrite.reports.builder import make_report
 from symjax_rewrite.reports.units import ratio, speed
+from symjax_rewrite.rules import packs
 from symjax_rewrite.text_tables import too_slow
 from symjax_rewrite.usage_records import Change, RouteUse
 from tests.fuzz.interpret import Machine
@@ -410,6 +415,21 @@ def test_model_times_differ_as_the_change_was_decided():
     assert report.before.seconds - report.after.seconds == pytest.approx(written - changed)
     gain = f"predicted {ratio(report.before.seconds / report.after.seconds)} as fast ("
     assert gain in str(report).splitlines()[0]
+
+
+def test_model_times_of_a_slower_change_differ_as_it_was_decided():
+    """The pass priced both loops higher than the model prices the whole program."""
+    cpu = DEVICES["cpu"]
+    device = replace(cpu, margins=replace(cpu.margins, scan=0.0, faster=math.inf))
+    optimiser = Optimiser(Options(rules=packs.default), packs.default, device)
+    loop = lambda x: lax.scan(lambda h, y: (0.9 * h + y, h), jnp.zeros(3), x)[1]  # noqa: E731
+    report = make_report(optimiser.run(jax.make_jaxpr(loop)(*spec_list([(600, 3)]))), optimiser)
+    (change,) = report.changes
+    assert change.seconds is not None
+    written, changed = change.seconds
+    assert written < changed
+    before, after = report.before.seconds, report.after.seconds
+    assert before and after and before - after == pytest.approx(written - changed)
 
 
 FUSIONS = DEVICES["cpu"].fusions
