@@ -188,6 +188,11 @@ EXP_SUMS = exp_sums_by(jnp.exp)
 # ---------------------------------------------------------------- maps of recurrences
 
 
+def _product(a: Array, h: Array) -> Array:
+    """Return a·h, and 0 if either factor is 0 and the other is not finite."""
+    return jnp.where((a == 0) | (h == 0), 0, a * h)
+
+
 def _maps(name: str, times: Callable, plus: Callable, one: float, zero: Any) -> Monoid:
     """Build the monoid of maps h ↦ a·h + b over a semiring; its state is (a, b)."""
 
@@ -208,6 +213,8 @@ def _maps(name: str, times: Callable, plus: Callable, one: float, zero: Any) -> 
 
 AFFINE = _maps("affine maps", jnp.multiply, jnp.add, 1, 0)
 """Composed maps h ↦ a·h + b; `combine(f, g)` is f first, then g. Not commutative."""
+RESETTING = _maps("affine or constant maps", _product, jnp.add, 1, 0)
+"""The same, of maps that are b for every h, infinite or NaN, where a is 0."""
 MAX_PLUS = _maps("max-plus maps", jnp.add, jnp.maximum, 0, least)
 MIN_PLUS = _maps("min-plus maps", jnp.add, jnp.minimum, 0, greatest)
 """Composed maps h ↦ max(h + a, b), or with min."""

@@ -286,7 +286,7 @@ def sequential(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> Stat
 def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> States:
     """Compute the results of `sequential` by a tree of composed maps, for parallel devices."""
     kind, shape = KINDS[spec.kind], (count, *h.shape)
-    guarded = spec.kind == "affine" and jnp.issubdtype(h.dtype, jnp.inexact)
+    guarded = kind.multiplies and jnp.issubdtype(h.dtype, jnp.inexact)
 
     def compose(first: Any, then: Any) -> Any:
         a = _harmless(then[0], first[1]) if guarded else then[0]

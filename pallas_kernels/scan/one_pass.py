@@ -262,7 +262,7 @@ class OnePassKernel:
 
         def combine(*maps: Array) -> Any:
             a, b = keeping_nan(kind.monoid.combine)(maps[:2], maps[2:])
-            is_product = is_guarded and self.spec.kind == "affine"
+            is_product = is_guarded and kind.multiplies
             return a, jnp.where(maps[1] == 0, maps[3], b) if is_product else b
 
         names = ("a0", "b0", "a1", "b1")

@@ -2,7 +2,7 @@
 
 A scan runs a first-order recurrence over one axis (time):
 
-    h_t = a_t·h_{t-1} + b_t          (or max(h + a, b), min(h + a, b))
+    h_t = a_t·h_{t-1} + b_t          (or max(h + a, b), min(h + a, b); or b_t alone where a_t is 0)
     y_t = finish(Σ_over readout(h_t))
 
 A state has any number of axes. An operand is described by its axes among these and time. An operand
@@ -78,11 +78,15 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of recurrence: `step(a, h, b)`, the monoid of its steps, and its empty state."""
+    """A kind of recurrence: `step(a, h, b)`, the monoid of its steps, and its empty state.
+
+    multiplies: True if `a` multiplies the state.
+    """
 
     step: Callable[[Array, Array, Array], Array]
     monoid: Monoid
     empty: float
+    multiplies: bool = False
 
     def start(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the state before the first step where no initial state is given."""
@@ -90,7 +94,8 @@ class Kind:
 
 
 KINDS = {
-    "affine": Kind(lambda a, h, b: a * h + b, monoid.AFFINE, 0.0),
+    "affine": Kind(lambda a, h, b: a * h + b, monoid.AFFINE, 0.0, True),
+    "resetting": Kind(lambda a, h, b: jnp.where(a == 0, b, a * h + b), monoid.RESETTING, 0.0, True),
     "max-plus": Kind(lambda a, h, b: jnp.maximum(h + a, b), monoid.MAX_PLUS, -math.inf),
     "min-plus": Kind(lambda a, h, b: jnp.minimum(h + a, b), monoid.MIN_PLUS, math.inf),
 }
@@ -244,7 +249,7 @@ def _validate(spec: ScanSpec) -> None:
     check = checked_axes("scan", spec, known, known)
     check(spec.kind in KINDS, "no such kind", spec.kind)
     inexact = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
-    check(spec.kind == "affine" or inexact, "kinds max and min need floats", spec.dtype)
+    check(spec.kind == "affine" or inexact, "kinds other than affine need floats", spec.dtype)
     numbers = {k for p in programs_of(spec) for k in p.reads}
     numbers |= set() if spec.start is None else {spec.start}
     check(numbers <= set(range(len(spec.operands))), "no such operand", numbers)

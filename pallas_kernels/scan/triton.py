@@ -412,7 +412,7 @@ class Body:
             a, b = (self.load(ref, axes, {CHUNK: j}) for ref in maps)
             after = keeping_nan(kind.step)(a, h, b)
             # A product of decays may overflow where the state is 0, and 0·inf would be NaN.
-            return jnp.where(h == 0, b, after) if spec.kind == "affine" else after
+            return jnp.where(h == 0, b, after) if kind.multiplies else after
 
         return lax.fori_loop(0, self.number, apply, h)
 

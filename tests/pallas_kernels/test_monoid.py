@@ -29,7 +29,7 @@ def block(name, x, start):
     measures = (monoid.row_sum, lambda p: p @ weights, lambda p: p @ weights[:, 0])
     if name in ("sum", "softmax-weighted sum"):
         return x, measures
-    if name in ("affine maps", "max-plus maps", "min-plus maps"):
+    if name.endswith("maps"):
         return jnp.sin(x), jnp.cos(x)
     if name in ("argmax", "argmin") or name.startswith("top"):
         return x, j[None, :]
@@ -44,6 +44,7 @@ MONOIDS = [
     (monoid.ALL, finite),
     (monoid.EXP_SUMS, anything),
     (monoid.AFFINE, finite),
+    (monoid.RESETTING, finite),
     (monoid.MAX_PLUS, finite),
     (monoid.MIN_PLUS, finite),
     (monoid.ARGMAX, anything),

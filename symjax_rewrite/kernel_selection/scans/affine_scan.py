@@ -24,7 +24,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     states_bytes,
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, seconds_on_gpu
-from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_axes
+from symjax_rewrite.pallas_kernels.scan.spec import KINDS, ScanSpec, result_axes
 from symjax_rewrite.text_tables import too_slow
 
 
@@ -75,7 +75,7 @@ def _transposed(
         if beside_bytes is not None:
             after_s += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
         found.append((seconds_written(numbers, fused, rates), after_s))
-    fits = runs_sequentially(spec) and spec.dtype == "float32" and spec.kind == "affine"
+    fits = runs_sequentially(spec) and spec.dtype == "float32" and KINDS[spec.kind].multiplies
     if not fits or not margins.pays_at_all(found, "scan", device):
         return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
     kernel = replace(builder.kernel(spec, "sequential"), seconds=found[0])
@@ -133,7 +133,7 @@ def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | 
     if isinstance(spec, str):
         return None, spec
     if spec.kind != "affine":
-        return None, "its steps take extrema"
+        return None, "its steps take extrema or drop states"
     if not all(o.dtype == spec.dtype == "float32" for o in spec.operands):
         return None, Obstacle.DTYPES("operands of several dtypes")
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes

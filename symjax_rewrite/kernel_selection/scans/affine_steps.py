@@ -57,6 +57,19 @@ def extremum_of(steps: Sequence[Step]) -> str | None:
     return names.pop() if len(names) == 1 and len(steps) - 1 in moving else None
 
 
+def drops_state(steps: Sequence[Step]) -> bool:
+    """Return True if a step selects between terms with the state and others without it."""
+    moving = set[int]()
+    for n, step in enumerate(steps):
+        selects = step.kind == "apply" and step.data[0] == MAP and step.data[1][0] == "select_n"
+        inside = [arg in moving for arg in step.args[selects:]]
+        if selects and any(inside) and not all(inside):
+            return True
+        if any(inside) or step.kind == "before":
+            moving.add(n)
+    return False
+
+
 def coefficients_of(
     steps: Sequence[Step], primitives: dict[str, Any], extremum: str | None = None
 ) -> Callable[..., Any]:

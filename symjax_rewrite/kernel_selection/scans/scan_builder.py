@@ -35,6 +35,7 @@ from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref,
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.scans.affine_steps import (
     coefficients_of,
+    drops_state,
     extremum_of,
     reading_of,
 )
@@ -196,7 +197,7 @@ class ScanBuilder:
             readouts=tuple(self.readouts.values()),
             last=True,
             start=number,
-            kind=f"{extremum}-plus" if extremum else "affine",
+            kind=self._kind(steps, extremum),
             reverse=loop.reverse,
             dtype=dtype,
             named=tuple([a for a, n in every if not isinstance(n, int)]),
@@ -211,6 +212,12 @@ class ScanBuilder:
         if is_equated(self.loop, self.loop.carries[0].inner):
             raise NotAScanError("its states are tested for equality, which their rounding decides")
         return extremum
+
+    @staticmethod
+    def _kind(steps: _ScanSteps, extremum: str | None) -> str:
+        if extremum is not None:
+            return f"{extremum}-plus"
+        return "resetting" if drops_state(steps.steps) else "affine"
 
     def _read_results(self, out: Ref) -> None:
         """Find the body values the kernel returns for all steps, and the equations after it."""

@@ -363,6 +363,28 @@ def test_constants_of_every_step_may_be_flags_numbers_or_keys() -> None:
         assert_close(fun(X), sym_optimize(fun, kernels=kernels)(X))
 
 
+DROPPING = {
+    "held": lambda h, x: jnp.where(x > 0, x, h),
+    "begun anew": lambda h, x: jnp.where(jnp.abs(x) < 1, 0, h) + x,
+    "turned": lambda h, x: lax.select(x > 0, x, -h / 2),
+    "decayed": lambda h, x: jnp.where(x > 0, h / 2 + x, h),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_selections_drop_infinite_states(name: str) -> None:
+    def fun(start, xs):
+        return lax.scan(lambda h, x: (DROPPING[name](h, x),) * 2, start, xs)
+
+    xs = draw(40, 6).at[3::7, ::2].set(jnp.inf).at[5::9, 1::2].set(jnp.nan)
+    routed = sym_optimize(fun, kernels="always")
+    assert any(r.taken for r in routed.explain(xs[0], xs).routes)
+    ours, written = jax.jit(lambda h, xs: (routed(h, xs), fun(h, xs)))(xs[3], xs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(written), strict=True):
+        assert np.isfinite(y[-1]).any()
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rule", [lax.stop_gradient, jax.nn.relu], ids=["stop", "relu"])
 def test_gradients_follow_rules_of_their_own(rule: Callable) -> None:
     want, got, args = gradients(lambda h, c: (h, rule(h @ c) * rule(c[0] - c[0])))

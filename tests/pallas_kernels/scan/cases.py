@@ -248,6 +248,23 @@ def _unit() -> ScanCase:
     return ScanCase("complex unit", spec, naive)
 
 
+def _resetting() -> ScanCase:
+    """A state that some steps drop, where it may be infinite or NaN."""
+
+    def make(spec: ScanSpec) -> Arrays:
+        a, b = draw(spec)
+        a[4::5], b[7], b[11] = 0, np.inf, np.nan
+        return a, b
+
+    def naive(a: Any, b: Any) -> list[np.ndarray]:
+        step = lambda t, h: a[t] * np.where(a[t] == 0, 0, h) + wide(b[t])  # noqa: E731
+        return list(states(len(b), step, np.zeros(b.shape[1:])))
+
+    axes = ("t", "0")
+    spec = plain(23, (5,), axes, axes, kind="resetting", last=True)
+    return ScanCase("resetting", spec, naive, make)
+
+
 CASES = [
     plain_case("plain"),
     plain_case("scalar state", state=()),
@@ -259,6 +276,7 @@ CASES = [
     plain_case("min-plus, reverse", kind="min-plus", reverse=True, start=True),
     plain_case("integers", dtype="int32", start=True),
     plain_case("complex", dtype="complex64", start=True),
+    _resetting(),
     _shared_decay(),
     _sums(),
     _unit(),
