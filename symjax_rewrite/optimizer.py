@@ -22,6 +22,7 @@ from symjax_rewrite.candidates import (
 from symjax_rewrite.codegen import emission
 from symjax_rewrite.collector import collector_paused
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.light_programs import LITTLE_WORK
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
@@ -296,8 +297,7 @@ class _Run:
             if not light or each.name in OF_LOOPS or each not in PASSES:
                 self._run(each)
         if light:
-            reason = f"{NOT_SEARCHED}arithmetic and traffic take little of the predicted time"
-            self._note(Refusal("search", Obstacle.SHARE(reason)))
+            self._note(Refusal("search", Obstacle.SHARE(NOT_SEARCHED + LITTLE_WORK)))
         self.result.program = None if self.program is self.first else self.program
         self.result.sample = self.context.sample
         self.result.stop = ", ".join(sorted(self.stops)) or "nothing to do"

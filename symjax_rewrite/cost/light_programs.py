@@ -16,6 +16,7 @@ from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import VIEWS
 
+LITTLE_WORK = "arithmetic and traffic take little of the predicted time"
 LIBRARY = frozenset({"dot_general", "conv_general_dilated", "sort", "top_k"})  # more than traffic
 
 

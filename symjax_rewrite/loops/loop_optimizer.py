@@ -19,6 +19,7 @@ from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Replac
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_size, equation_seconds, work_seconds
+from symjax_rewrite.cost.light_programs import LITTLE_WORK, is_light
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import Read
@@ -31,7 +32,7 @@ from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
 from symjax_rewrite.loops.joined_invariants import invariant_inputs, least_steps, may_join
 from symjax_rewrite.loops.loop import Loop, Source
-from symjax_rewrite.loops.loop_reading import LOOPS
+from symjax_rewrite.loops.loop_reading import LOOPS, read_loop
 from symjax_rewrite.loops.motion import Motion, moved_seconds
 from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
@@ -104,6 +105,7 @@ class ImprovedLoops(LoopPass):
             optimise,
             self.routes(context),
             context.is_light(program),
+            skips=context.options.kernels in ("auto", "off"),
         )
         yield from search.loops(context.loops) if context.loops else search.every()
 
@@ -138,7 +140,8 @@ class LoopSearch:
     passes: those permitted, of `rule.TRANSFORMATIONS`. reorders: True if sums may be rounded in
     another order. optimise: returns the result of the optimiser on a body (`optimizer.Result`), or
     None if the body stays; it may be given numbers of inputs whose products cost nothing. route:
-    returns a kernel for a loop or None, and the reason.
+    returns a kernel for a loop or None, and the reason. light: True for a light program. skips:
+    True if loops with light bodies stay as written.
     """
 
     def __init__(
@@ -150,9 +153,11 @@ class LoopSearch:
         optimise: Callable[..., Any | None] = lambda *_: None,
         route: Callable[[Loop], Routed] | None = None,
         light: bool = False,
+        skips: bool = False,
     ) -> None:
         self.around, self.program, self.device, self.passes = around, around.program, device, passes
-        self.reorders, self.optimise, self.route, self.light = reorders, optimise, route, light
+        self.reorders, self.optimise, self.route = reorders, optimise, route
+        self.light, self.skips = light, skips
 
     def every(self) -> Iterator[Found]:
         """Yield candidates and refusals for trees, equal steps, pairs of loops, and loops."""
@@ -247,6 +252,9 @@ class LoopSearch:
 
     def _loop(self, e: Equation) -> Iterator[Found]:
         """Yield a cheaper form of one loop, and refusals."""
+        if self.skips and _has_light_body(e, self.device):
+            yield refused(Obstacle.SHARE(LITTLE_WORK), e.eqn)
+            return
         found = self._fused(e)
         if found is None:
             return
@@ -400,6 +408,16 @@ class LoopSearch:
         closed = rewritten(rest, [p for c in taken for p in c.parts])
         fun = lambda *arrays: jax_internals.eval_jaxpr(closed, *arrays)  # noqa: E731
         return replace(part, fun=fun), taken[-1].reason, reasons
+
+
+def _has_light_body(e: Equation, device: Device) -> bool:
+    """Return True if the body of a loop is light, and no loop in it could leave it."""
+    loop = read_loop(e)
+    if loop is None or not is_light(loop.body, device):
+        return False
+    level = loop.levels()
+    inner = [v for e in loop.body.equations if e.name in LOOPS for v in e.outvals]
+    return all(level[v] == 2 for v in inner)
 
 
 def _is_ruled(eqn: JaxprEqn) -> bool:

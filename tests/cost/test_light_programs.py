@@ -6,7 +6,7 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
-from symjax_rewrite.cost.light_programs import is_light
+from symjax_rewrite.cost.light_programs import LITTLE_WORK, is_light
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.passes import OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.algebra import Algebra
@@ -78,6 +78,23 @@ def test_loops_in_light_programs_are_still_improved():
     shapes = (3,), (64, 512), (512, 512)
     report = sym_optimize(run).explain(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes])
     assert [r.name for r in report.rules] == ["loop_batching"]
+
+
+@pytest.mark.parametrize(("inner", "stays"), [("none", 1), ("carried", 1), ("invariant", 0)])
+def test_a_loop_of_a_light_body_stays_unless_a_loop_may_leave_it(inner, stays):
+    last = lambda x: jax.lax.scan(lambda s, r: (jnp.sin(s + r), None), x[0], x)[0]  # noqa: E731
+    added = {
+        "none": lambda x, w: w,
+        "carried": lambda x, w: last(x),
+        "invariant": lambda x, w: last(w),
+    }
+
+    def run(x, w):
+        return jax.lax.fori_loop(0, 9, lambda _, x: _turned(x) + added[inner](x, w), x)
+
+    x = jax.ShapeDtypeStruct((3,), jnp.float32)
+    report = sym_optimize(run).explain(x, x)
+    assert len([r for r in report.routes if r.reason == LITTLE_WORK]) == stays
 
 
 def test_the_passes_that_run_on_light_programs_are_those_of_loops():
