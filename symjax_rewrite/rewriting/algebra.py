@@ -24,7 +24,12 @@ from symjax_rewrite.rewriting.region_partition import (
 )
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
-from symjax_rewrite.rewriting.search_bounds import least_seconds, nearest, savings_bound
+from symjax_rewrite.rewriting.search_bounds import (
+    least_seconds,
+    nearest,
+    products_seconds,
+    savings_bound,
+)
 from symjax_rewrite.text_tables import NOT_SEARCHED
 from symjax_rewrite.usage_records import ratio_of
 
@@ -138,6 +143,8 @@ def _without_savings(
     g, search = t.graph, device.search
     places = Counter(r.key for r in regions)
     reasons: dict[Key, str] = {}
+    least_whole_s = products_seconds(g, terms.need.order, model)
+    little = Obstacle.SHARE(f"{NOT_SEARCHED}{margins.little(device)}")
     for key, region in {r.key: r for r in regions}.items():
         if len(places) < search.few_regions and len(region.classes) <= search.small_region:
             continue
@@ -145,12 +152,14 @@ def _without_savings(
         leaves = set(region.leaves)
         cost = model.evaluate(g, choice, tuple(region.roots), leaves.__contains__)
         saved_s = places[key] * savings_bound(cost, g, region, model)
-        if not margins.gains_share(saved_s, whole_s(), "program", device):
-            reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}{margins.little(device)}")
+        if not margins.gains_share(saved_s, least_whole_s, "program", device):
+            reasons[key] = little
             continue
         least = None if t.dim_env else least_seconds(g, region, model)
         if least is not None and not margins.pays(cost.seconds, least, "dominating", device):
             reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}the order of products is the best")
+        elif not margins.gains_share(saved_s, whole_s(), "program", device):
+            reasons[key] = little
     return reasons
 
 

@@ -75,6 +75,13 @@ def savings_bound(cost: Cost, g: EGraph, region: Region, model: CostModel) -> fl
     return cost.seconds - launches_s - _least_traffic(g, region, made, model)
 
 
+def products_seconds(g: EGraph, classes: Iterable[int], model: CostModel) -> float:
+    """Return the seconds that the products among some classes take at least."""
+    nodes = [(c, node) for c in classes if is_dot(node := node_of(g, c))]
+    facts = [model.facts_of(g, c, node) for c, node in nodes]
+    return sum([(f.flops or 0.0) / f.peak + f.packing + model.device.launch_s for f in facts])
+
+
 def _least_traffic(g: EGraph, region: Region, made: set[int], model: CostModel) -> float:
     """Return the seconds to read every input of a region once and to write its results."""
     if any(node_of(g, c).op not in (ADD, CONTRACT, CONST) for c in made):
