@@ -182,11 +182,15 @@ def _counts(loop: Loop) -> Iterator[Count]:
 
 
 class _Inputs(NamedTuple):
-    """The values that a step reads, at the points of a sampler; count: before the step."""
+    """The values that a step reads, at the points of a sampler.
+
+    count: before the step. before: these values, and what a step makes of any states.
+    """
 
     sampler: Sampler
     given: dict[int, Any]
     count: Any
+    before: dict[int, Any]
 
 
 class _CarryReader:
@@ -237,7 +241,7 @@ class _CarryReader:
         if self.count is not None:
             n = sampler.entries((), np.dtype("int32"))
             given[self.count.value] = n + sampler.constant(self.count.offset)
-        return _Inputs(sampler, given, n)
+        return _Inputs(sampler, given, n, dict(given))
 
     def fold(self) -> MonoidFold | None:
         """Return the fold if every carry follows a monoid."""
@@ -295,11 +299,11 @@ class _CarryReader:
             return False
 
     def _agrees(self, f: Follows, inputs: _Inputs) -> bool:
-        before, after = self._states(None, inputs), self._states(f, inputs)
+        before, after = inputs.before, self._identities(f, inputs)
         out = _next_state(self.loop, f.carry)
         own = making(self.equations, [out], set())
-        run_exactly(own, before, inputs.sampler)
-        run_exactly(own, after, inputs.sampler)
+        self._made(f.carry, before, inputs)
+        self._made(f.carry, after, inputs)
         if any(_vanishes(before[v]) for e in own for v in e.outvals):
             return False  # the error of a sum, by which it is corrected
         if self._inner(f.carry) not in before:
@@ -335,11 +339,9 @@ class _CarryReader:
     def _inner(self, k: int) -> int:
         return self.loop.carries[k].inner
 
-    def _states(self, f: Follows | None, inputs: _Inputs) -> dict[int, Any]:
-        """Return the inputs of a step: any states, or identities."""
+    def _identities(self, f: Follows, inputs: _Inputs) -> dict[int, Any]:
+        """Return the inputs of a step from identities."""
         env = dict(inputs.given)
-        if f is None:
-            return env
         for g in (*self.found.values(), f):
             shape = self.body.avals[self._inner(g.carry)].shape
             identity = g.monoid.identity
