@@ -2,9 +2,9 @@
 
 A product reads each operand with its batch axes first, and then its free and its summed axes, each
 in one piece and in either order. An operand in no such order is copied, on the left with its summed
-axes last and on the right with its free axes last. XLA folds a transposition that only products
-read into them, and computes elementwise functions where they are read, so a copy moves their
-operands in memory.
+axes last and on the right with its free axes last. XLA folds a transposition that only products and
+gathers read into them, and computes elementwise functions where they are read, so a copy moves
+their operands in memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE
 from symjax_rewrite.ir.transposed_values import transposed_value
 
+FOLDING = frozenset({"dot_general", "gather"})  # that read an operand in any order of its axes
 FUSED = (ELEMENTWISE - SLOW_MAPS) | {"broadcast_in_dim", "transpose"}  # into each reader
 
 
@@ -41,7 +42,7 @@ def transposed_seconds(
         for e in program.equations
         if e.name == "transpose"
         and e.outvals[0] not in outputs
-        and all(r.name == "dot_general" for r in users.get(e.outvals[0], ()))
+        and all(r.name in FOLDING for r in users.get(e.outvals[0], ()))
     }
     shared = {v for v, readers in users.items() if len(readers) > 1}
     makers = makers_of(program.equations)
