@@ -93,7 +93,9 @@ def lower_node(
         plain = [o for k, o in enumerate(operands) if k not in guards]
         return _guarded(node, plain, masks, sizes, dtype)
     if node.op == op.MAP:
-        return _map(node, operands, sizes, dtype, primitives)
+        return _map(node, operands, sizes, dtype, primitives, order)
+    if node.op == op.ADD:
+        return _add(node, operands, sizes, dtype, order)
     if node.op == op.CONTRACT:
         return _contract(node, operands, sizes, dtype, order)
     return _LOWER[node.op](node, operands, sizes, dtype)
@@ -139,7 +141,7 @@ def _contract(
         operands = _promoted(operands, _accumulator(dtype))
     operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
     if elementwise:
-        result = _multiply(operands, sizes)
+        result = _multiply(operands, sizes, order)
     elif is_dot(node) or (len(operands) == 2 and out == 0):
         made = dtype
         if jnp.issubdtype(dtype, jnp.inexact) and all(
@@ -149,7 +151,7 @@ def _contract(
             operands = _promoted(operands, made)
         result = _dot(operands[0], operands[1], out, node.attr, made, order)
     else:  # a half-precision dot accumulates in float32, and so does its replacement
-        product = _multiply(_promoted(operands, _accumulator(dtype)), sizes)
+        product = _multiply(_promoted(operands, _accumulator(dtype)), sizes, order)
         result = _sum_out(product, set(range(out)))
     result = (lax.convert_element_type(result[0], np.dtype(dtype)), result[1])
     data, labels = result
@@ -179,18 +181,26 @@ def _accumulator(dtype: str) -> str:
     return "float32" if is_half(dtype) else dtype
 
 
-def _multiply(operands: list[Operand], sizes: Sizes) -> Operand:
-    arrays, order = _arranged(operands, sizes)
-    return functools.reduce(lax.mul, arrays), order
+def _multiply(operands: list[Operand], sizes: Sizes, order: Sequence[int] = ()) -> Operand:
+    arrays, made = _arranged(operands, sizes, order)
+    return functools.reduce(lax.mul, arrays), made
 
 
-def _arranged(operands: list[Operand], sizes: Sizes) -> tuple[list[Any], Labels]:
-    """Return the operands over the indices that any reads, ordered as most of the widest are."""
+def _arranged(
+    operands: list[Operand], sizes: Sizes, wanted: Sequence[int] = ()
+) -> tuple[list[Any], Labels]:
+    """Return the operands over the indices that any reads, ordered as most of the widest are.
+
+    Where none reads all, the result is larger than each of them and has the order of its reader.
+    """
     most = max(len(labels) for _, labels in operands)
     orders = [labels for _, labels in operands if len(labels) == most]
     widest = max(orders, key=orders.count)
     rest = sorted({i for _, labels in operands for i in labels} - set(widest))
     order = (*rest, *widest)
+    if rest and wanted:
+        place = {i: n for n, i in enumerate(wanted)}
+        order = tuple(sorted(order, key=lambda i: place.get(i, len(place) + i)))
     return [arrange(data, labels, order, sizes) for data, labels in operands], order
 
 
@@ -289,9 +299,11 @@ def _count(sizes: Iterable[Any]) -> int:
     return math.prod(n if isinstance(n, int) else 64 for n in sizes)
 
 
-def _add(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+def _add(
+    node: Node, operands: list[Operand], sizes: Sizes, dtype: str, order: Sequence[int]
+) -> Operand:
     """Add the positive terms first, so that the others can be subtracted."""
-    arrays, order = _arranged(operands, sizes)
+    arrays, made = _arranged(operands, sizes, order)
     total: Any = None
     terms = list(zip(node.attr, arrays, strict=True))
     for c, term in sorted(terms, key=lambda t: isinstance(t[0], complex) or t[0] <= 0):
@@ -300,7 +312,7 @@ def _add(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Opera
             continue
         scaled = term if c == 1 else lax.mul(term, lax.full_like(term, literal(c, dtype)))
         total = scaled if total is None else lax.add(total, scaled)
-    return total, order
+    return total, made
 
 
 def literal(value: Any, dtype: str) -> Any:
@@ -315,15 +327,20 @@ def literal(value: Any, dtype: str) -> Any:
 
 
 def _map(
-    node: Node, operands: list[Operand], sizes: Sizes, dtype: str, primitives: Mapping[str, Any]
+    node: Node,
+    operands: list[Operand],
+    sizes: Sizes,
+    dtype: str,
+    primitives: Mapping[str, Any],
+    order: Sequence[int],
 ) -> Operand:
     name, params = node.attr
-    arrays, order = _arranged(operands, sizes)
+    arrays, made = _arranged(operands, sizes, order)
     if name == "reciprocal":
-        return lax.div(lax.full_like(arrays[0], 1), arrays[0]), order
+        return lax.div(lax.full_like(arrays[0], 1), arrays[0]), made
     if name == "convert_element_type":
-        return lax.convert_element_type(arrays[0], np.dtype(dtype)), order
-    return _primitive(name, primitives).bind(*arrays, **dict(params)), order
+        return lax.convert_element_type(arrays[0], np.dtype(dtype)), made
+    return _primitive(name, primitives).bind(*arrays, **dict(params)), made
 
 
 def _primitive(name: str, primitives: Mapping[str, Any]) -> Any:
@@ -498,7 +515,6 @@ def _conv(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 
 
 _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
-    op.ADD: _add,
     op.REDUCE: _reduce,
     op.SLICE: _slice,
     op.CONCAT: _concat,

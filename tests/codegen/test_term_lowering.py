@@ -8,7 +8,7 @@ import pytest
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost.device_profiles import CPU
-from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref
 from tests.profiles import use_on_cpu
 
 PRODUCT = Node(CONTRACT, None, (Ref(0, (2, 0)), Ref(1, (2, 1))), 2, (32,))
@@ -140,3 +140,18 @@ def test_an_inner_batch_stands_on_the_side_to_which_xla_copies_it_by_rows(axes, 
     made = jax.make_jaxpr(product)(*[jnp.ones([sizes[i] for i in r.axes]) for r in refs])
     left = next(e for e in made.eqns if e.primitive.name == "dot_general").invars[0]
     assert (left.aval.ndim == 3) == is_left
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("op", "attr"), [(CONTRACT, None), (ADD, (1, 1)), (MAP, ("max", ()))], ids=str
+)
+def test_a_result_larger_than_its_operands_has_the_order_of_its_reader(op, attr, swapped, order):
+    """An outer product lay transposed before sums over its rows, which read it across."""
+    refs = (Ref(0, (0,)), Ref(1, (1,)))[:: -1 if swapped else 1]
+    node, sizes = Node(op, attr, refs, 2, ()), (4, 5)
+    operands = [(jnp.ones(sizes[r.axes[0]]), r.axes) for r in refs]
+    made, labels = term_lowering.lower_node(node, operands, sizes, "float32", {}, order=order)
+    assert labels == order
+    assert made.shape == tuple(sizes[i] for i in order)
