@@ -17,6 +17,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.primitives import VIEWS
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.loops.motion import Motion, is_hoisted, moved_seconds
 from symjax_rewrite.loops.normalization import normal_loop
@@ -87,13 +88,13 @@ def _slows_steps(e: Equation, replaced: jax_internals.JaxprEqn, device: Device) 
     """Return True for a loop that is slower with another body.
 
     XLA computes invariants of the loop once, before it, where the body counts them in every step.
-    It reads a transposed operand of a product where it is.
+    It reads views where they are.
     """
     before = normal_loop(e) if e.name in LOOPS and device.loops.hoists_invariants else None
     if before is None:
         return False
     level = before.levels()
-    still = [e for e in before.body.equations if is_hoisted(e, level) and e.name != "transpose"]
+    still = [e for e in before.body.equations if is_hoisted(e, level) and e.name not in VIEWS]
     before_s = moved_seconds(before, Motion(), device)
     in_steps = before.steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in still)
     if not margins.gains_share(in_steps, before_s, "loop", device):

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import jax_internals, packs, sym_optimize
+from symjax_rewrite.cost.device_profiles import device_profile
 from symjax_rewrite.loops import hoisting
 from tests.equal_forms import agree
 from tests.profiles import use_on_cpu
@@ -443,6 +444,20 @@ def test_products_that_xla_moves_before_a_loop_are_not_split_in_its_steps():
     assert not report.rules
     assert any("takes work out of the loop as written" in r.reason for r in report.routes)
     assert_close(batched(a, b, h), optimised(a, b, h))
+
+
+def test_a_number_that_xla_repeats_before_a_loop_is_no_work_of_its_steps():
+    """`where(p, …, 0.0)` repeats 0.0 in the body, and every reader computes it."""
+
+    def f(h, x):
+        step = lambda h, _: (jnp.sin(jnp.sum(jnp.where(x > h, x * h, 0.0), axis=0)), None)  # noqa: E731
+        return jax.lax.scan(step, h, None, length=3)[0]
+
+    specs = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((40000,), (10, 40000)))
+    report = sym_optimize(f, device="cpu").explain(*specs)
+    assert not any("takes work out of the loop" in r.reason for r in report.routes)
+    if device_profile("cpu").columns is not None:
+        assert [r.name for r in report.rules] == ["column_reductions"]
 
 
 def test_products_with_joined_weights_stay_where_xla_joins_these_once():
