@@ -416,6 +416,15 @@ class ProductLayouts:
         """Return the seconds of an element of rows, of so many in float32, that are read across."""
         return self.across_s if 4 * row % self.conflict_bytes else self.conflict_s
 
+    def copied_each(self, stride: int) -> float:
+        """Return the seconds of an element of an array in float32 that is copied at a stride.
+
+        A line of the cache serves several neighbours that are near.
+        """
+        if 4 * stride % self.conflict_bytes == 0:
+            return self.conflict_s
+        return min(1.0, (stride - 1) / (self.moved_row - 1)) * self.copy_s
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnReductionFacts:

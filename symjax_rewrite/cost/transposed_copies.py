@@ -114,22 +114,19 @@ class _Copies:
             if inner is not None and maker is not None:
                 stack += [(r, x, inner) for r, x in _whole(maker, len(inner))]
             elif not in_order:
-                across = maker is not None and maker.name == "dot_general" and not is_operand
-                across = across and long[-1] != max(long)
-                each = self._rate(v, order, across)
+                each = self._rate(v, aval.shape, long)
                 seconds += aval.size * (max(each, self._written(v)) if is_operand else each)
                 seconds += self.device.page_seconds(aval.size * aval.dtype.itemsize)
         return seconds
 
-    def _rate(self, v: int, order: Sequence[int], across: bool) -> float:
-        """Return the seconds to move an element of a value to another order of its axes.
-
-        across: True for a product's result whose rows are read across.
-        """
+    def _rate(self, v: int, shape: Sequence[int], order: Sequence[int]) -> float:
+        """Return the seconds to move an element of a value to another order of its long axes."""
         if self._is_of_smaller(v):  # computed once more, in this order
             return self._written(v)
-        moved = min(1.0, self.layouts.moved_row / _unmoved(self.avals[v].shape, order))
-        return moved * (self.layouts.result_s if across else self.layouts.copy_s)
+        stride = math.prod(shape[order[-1] + 1 :])
+        if stride == 1:  # whole rows are moved
+            return min(1.0, self.layouts.moved_row / _unmoved(shape, order)) * self.layouts.copy_s
+        return self.layouts.copied_each(stride)
 
     def _written(self, v: int) -> float:
         """Return the seconds to write an element of a value."""
@@ -170,10 +167,9 @@ class _Copies:
 
 def _unmoved(shape: Sequence[int], order: Sequence[int]) -> int:
     """Return the elements of a row along the last axes, which keep their order."""
-    last = len(order)
-    while last and order[last - 1] == last - 1:
-        last -= 1
-    return math.prod(shape[last:])
+    long = sorted(order)
+    moved = [k for k, inner in zip(long, order, strict=True) if k != inner]
+    return math.prod(shape[max(moved) + 1 :])
 
 
 def _whole(maker: Equation, axes: int) -> list[tuple[int, Any]]:

@@ -54,11 +54,11 @@ def test_transposition_folded_into_its_reader_is_no_copy(fun: Any, shapes: Any) 
 @pytest.mark.parametrize(
     ("fun", "shapes", "elements"),
     [
-        (lambda a: jnp.sin(a.T), ((8, 4),), 32),
-        (lambda a: (jnp.sin(a.T), 2.0), ((8, 4),), 32),
-        (lambda a: (a.T, a.T @ a), ((8, 4),), 32),
-        (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 2, 3), (7, 2, 3)), 30 + 42),
-        (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((3, 8, 4), (4, 6, 3)), 72),
+        (lambda a: jnp.sin(a.T), ((8, 20),), 160),
+        (lambda a: (jnp.sin(a.T), 2.0), ((8, 20),), 160),
+        (lambda a: (a.T, a.T @ a), ((8, 20),), 160),
+        (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 20, 3), (7, 20, 3)), 300 + 420),
+        (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((20, 8, 4), (4, 6, 20)), 480),
     ],
 )
 def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
@@ -80,16 +80,15 @@ def test_operands_of_inner_batches_are_moved_by_row_on_one_side_of_a_product() -
     assert right == pytest.approx(size)
 
 
-def test_reading_across_rows_costs_more_than_a_reordered_array() -> None:
-    def rows(a: Any, b: Any) -> Any:
-        return jnp.sin((a @ b).reshape(8, 24, 8).swapaxes(0, 1))
+def test_a_copy_is_paid_by_its_stride() -> None:
+    """Neighbours share a line of the cache; lines a multiple of 2 KiB apart share places in it."""
 
-    def across(a: Any, b: Any) -> Any:
-        return (c := a @ b), jnp.sin(c.T)
+    def moved(columns: int) -> float:
+        return copies(lambda a: jnp.sin(a.T), (1 << 10, columns)) / (columns << 10)
 
-    shapes = (8, 4), (4, 192)
-    assert copies(rows, *shapes) == pytest.approx(8 * 192)
-    assert copies(across, *shapes) > 2 * copies(rows, *shapes)
+    near, far, apart = moved(2), moved(100), moved(512)
+    assert far == moved(300) == pytest.approx(1)
+    assert near < far / 8 and apart > 2 * far
 
 
 def test_long_rows_that_are_moved_as_a_whole_cost_little() -> None:

@@ -48,6 +48,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     is_streamed,
     largest_bytes,
     rows_reduced,
+    transposed_pairs_seconds,
     written_terms,
 )
 from symjax_rewrite.kernel_selection.partial_sort import SELECTED
@@ -95,9 +96,11 @@ def compared(
     library = is_in_library(t, cluster, device)
     inside = library and is_all_in_library(t, cluster)
     few = inside and are_short_rows(cluster, device)
-    streamed = few or is_streamed(t, cluster, device)
+    moved_s = transposed_pairs_seconds(t, cluster, device)
+    streamed = not moved_s and (few or is_streamed(t, cluster, device))
     fresh = 0 if streamed else bytes_whole(t, cluster, device, library)
-    copies = 0 if streamed else copied_bytes(t, cluster, device) * (1 + library)
+    copied = largest_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
+    copies = 0 if streamed else copied * (1 + library)
     fresh += copies
     fast = with_temporaries(device, fresh)
     if streamed:
@@ -107,7 +110,7 @@ def compared(
         whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(apart)
     else:
         whole = seconds_whole(t, cluster, fast) + device.page_seconds(fresh)  # of all its values
-    return whole, sum(seconds_folded(r, fast) for r in routes), fresh
+    return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
 
 
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:

@@ -10,6 +10,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, is_inverse_power, itemsize
+from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -146,6 +147,18 @@ def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:
                 wide = max(m.reduction.args, key=lambda a: elements(t, a.cls)).cls
                 found.append(itemsize(t.graph.classes[wide].dtype) * elements(t, wide))
     return max(found)
+
+
+def transposed_pairs_seconds(t: TermGraph, cluster: Cluster, device: Device) -> float:
+    """Return the seconds of the transposed copies of a cluster's pairwise terms.
+
+    Terms have no order of axes, so no other price holds these copies.
+    """
+    if device.layouts is None or "transpose" not in t.primitives:
+        return 0.0
+    inner = {v for c in cluster.classes()[0] for v in t.values_of(c)}
+    copies = [e for e in t.program.equations if e.name == "transpose" and e.outvals[0] in inner]
+    return transposed_seconds(t.program, device, copies) if copies else 0.0
 
 
 def is_masked(choice: Mapping[int, Node], classes: Iterable[int]) -> bool:

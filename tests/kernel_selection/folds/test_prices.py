@@ -249,3 +249,17 @@ def test_one_core_stores_pairs_at_the_speed_of_its_memory(device: str, folds: bo
     x = spec(1024, 16)
     report = sym_optimize(jax.grad(loss, (0, 1)), device=device).explain(x, x)
     assert any(r.name == "fold" and r.taken for r in report.routes) == folds, report
+
+
+def test_pairs_that_xla_transposes_pay_for_it():
+    """A batch of keys alone: their product begins with the queries, and softmax with the batch."""
+
+    def attention(q, k, v, bias):
+        equation = "bnd,bmd->bnm" if q.ndim == 3 else "nd,bmd->bnm"
+        scores = jnp.einsum(equation, q, k) + bias
+        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        return (weights @ v) / jnp.sum(weights, axis=-1, keepdims=True)
+
+    shapes = (33, 435, 16), (435, 16), (435, 435)
+    assert takes_fold(attention, (435, 16), *shapes)
+    assert not takes_fold(attention, (33, 435, 16), *shapes)
