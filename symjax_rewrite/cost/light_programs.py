@@ -52,12 +52,9 @@ def _other_seconds(program: Program, device: Device) -> float:
     """Return the seconds of elementwise arithmetic and of all traffic, without those of bodies."""
     sizes = [aval_size(aval) for aval in program.avals]
     steps_of = functools.cache(device.functions.of)
-    moved, steps = 0.0, 0.0
-    for e in program.equations:
-        if e.name in VIEWS:
-            continue
-        made = sum([sizes[v] for v in e.outvals])
-        moved += made + sum([sizes[v] for v in e.reads])
-        steps += made * (1.0 + steps_of(e.name))
+    equations = [e for e in program.equations if e.name not in VIEWS]
+    made = [(e.name, sizes[v]) for e in equations for v in e.outvals]
+    moved = sum([size for _, size in made]) + sum([sizes[v] for e in equations for v in e.reads])
+    steps = sum([size * (1.0 + steps_of(name)) for name, size in made])
     widest = 8  # bytes of an element
     return widest * moved / device.bytes_per_s + steps / device.elementwise_per_s
