@@ -10,7 +10,7 @@ their operands in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,9 @@ def transposed_seconds(
                 seconds += sum(swapped_seconds(p, device.layouts) for p in found.products)
                 aval: Any = e.eqn.invars[0].aval
                 seconds += sum(copies.of(v, aval, found.order) for v in found.stored)
+        elif _multiplies(e):
+            if e.outvals[0] in outputs or any(map(_is_other, users.get(e.outvals[0], ()))):
+                seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, range(_rank(e)))
         elif e.name == "dot_general":
             seconds += sum(_operand(e, side, copies) for side in range(2))
     return seconds
@@ -67,6 +70,35 @@ def least_copy_seconds(device: Device) -> float:
     """Return the seconds of the largest copy that is too small for a decision."""
     facts = device.layouts
     return 0.0 if facts is None else facts.least_elements * facts.copy_s
+
+
+def _multiplies(e: Equation) -> bool:
+    """Return True for a product that sums nothing, which XLA computes as a multiplication."""
+    return e.name == "dot_general" and not e.eqn.params["dimension_numbers"][0][0]
+
+
+def _is_other(e: Equation) -> bool:
+    return e.name != "transpose"
+
+
+def _rank(e: Equation) -> int:
+    return len(shape_of(e.eqn.outvars[0]))
+
+
+def _factors(e: Equation, order: Sequence[int]) -> Iterator[tuple[int, Any, tuple[int, ...]]]:
+    """Yield the factors of a multiplication with the orders in which it reads their axes.
+
+    order: of the result's axes: those of the batch, of the left and of the right factor.
+    """
+    first = 0
+    for v, x, batch in zip(
+        e.invals, e.eqn.invars, e.eqn.params["dimension_numbers"][1], strict=True
+    ):
+        free = [k for k in range(len(shape_of(x))) if k not in batch]
+        axes = dict(enumerate(batch)) | dict(enumerate(free, start=first + len(batch)))
+        first += len(free)
+        if isinstance(v, int):
+            yield v, x.aval, tuple([axes[k] for k in order if k in axes])
 
 
 def _operand(e: Equation, side: int, copies: _Copies) -> float:
@@ -111,7 +143,9 @@ class _Copies:
             long = [k for k in order if aval.shape[k] != 1]
             in_order = long == sorted(long)
             inner = self._inner_order(v, maker, order, in_order, is_operand)
-            if inner is not None and maker is not None:
+            if maker is not None and _multiplies(maker) and not (is_operand and v in self.shared):
+                stack += _factors(maker, order)
+            elif inner is not None and maker is not None:
                 stack += [(r, x, inner) for r, x in _whole(maker, len(inner))]
             elif not in_order:
                 each = self._rate(v, aval.shape, long)

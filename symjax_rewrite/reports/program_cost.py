@@ -19,8 +19,10 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import shape_of, sorting_seconds, summed_sizes
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
+from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
+from symjax_rewrite.ir.replacement import live_values
 from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
 from symjax_rewrite.ir.term import CONST, NATIVE, Node
 from symjax_rewrite.ir.term_graph import TermGraph, build
@@ -259,11 +261,18 @@ def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffi
     cost = model.evaluate(t.graph, terms.choice, roots)
     fresh_s = device.page_seconds(live_bytes(terms, device, sample))
     spread = model.spread_bytes(t)
-    beside_s = repeated_seconds(t, terms.need, model) + across_seconds(t.program, device)
+    beside_s = repeated_seconds(t, terms.need, model) + _layout_seconds(t.program, device)
     beside_s += spread / device.bytes_per_s
     moved = model.symbolic(t.graph, terms.choice, roots).bytes if t.dim_env else cost.bytes + spread
     natives = (equation_traffic(e.eqn, device, sample) for e in terms.equations())
     return sum(natives, start=Traffic(moved, cost.seconds + fresh_s + beside_s, cost.launches))
+
+
+def _layout_seconds(program: Program, device: Device) -> float:
+    """Return the seconds of products across rows, and of transposed copies."""
+    live = live_values(program, ())
+    kept = [e for e in program.equations if not live.isdisjoint(e.outvals)]
+    return across_seconds(program, device, kept) + transposed_seconds(program, device, kept)
 
 
 def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:

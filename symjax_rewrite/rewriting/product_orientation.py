@@ -9,7 +9,7 @@ order in which a sum is rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from symjax_rewrite.cost.product_layouts import (
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
-from symjax_rewrite.ir.replacement import live_values
 from symjax_rewrite.ir.transposed_values import TransposedValue, transposed_value
 from symjax_rewrite.rewriting.equation_forms import candidate, is_sharded
 from symjax_rewrite.rewriting.grouped_heads import ungrouped
@@ -117,18 +116,17 @@ class OrientedProducts:
                     yield from _moved(e, found, facts, context.device)
 
 
-def across_seconds(program: Program, device: Device) -> float:
+def across_seconds(program: Program, device: Device, within: Iterable[Equation]) -> float:
     """Return the seconds that products take longer since they read operands across their rows.
 
-    Of products in batches nothing is known.
+    within: the products that count. Of products in batches nothing is known.
     """
     if device.layouts is None:
         return 0.0
-    live, outputs = live_values(program, ()), set(numbers(program.outputs))
     makers, users = makers_of(program.equations), users_of(program.equations)
-    seconds = 0.0
-    for e in filter(_is_product, program.equations):
-        if live.isdisjoint(e.outvals) or not _is_plain(e) or _has_batch(e):
+    seconds, outputs = 0.0, set(numbers(program.outputs))
+    for e in filter(_is_product, within):
+        if not _is_plain(e) or _has_batch(e):
             continue
         found = _read(program, e, makers, users, outputs)
         if found is not None:

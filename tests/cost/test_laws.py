@@ -45,6 +45,7 @@ def rewritten(fun: Any, *shapes: tuple[int, ...]) -> Any:
         (lambda a: jnp.sin(a.swapaxes(0, 1)[:, np.array([5, 1])]), ((8, 4, 6),)),
         (lambda a: a.reshape(1, 8, 4).transpose(1, 0, 2), ((8, 4),)),
         (lambda a, b: jnp.sin((a[:, None] * b[None]).T), ((8,), (4,))),
+        (lambda a, b: jnp.einsum("j,ij->ij", a, b), ((4,), (8, 4))),
     ],
 )
 def test_transposition_folded_into_its_reader_is_no_copy(fun: Any, shapes: Any) -> None:
@@ -59,6 +60,7 @@ def test_transposition_folded_into_its_reader_is_no_copy(fun: Any, shapes: Any) 
         (lambda a: (a.T, a.T @ a), ((8, 20),), 160),
         (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 20, 3), (7, 20, 3)), 300 + 420),
         (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((20, 8, 4), (4, 6, 20)), 480),
+        (lambda a, b: jnp.einsum("j,ij->ji", a, b), ((20,), (8, 20)), 160),
     ],
 )
 def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
