@@ -59,6 +59,7 @@ def test_compiled_kernels_do_not_grow_with_the_vectors() -> None:
     "cols, band, held",
     [
         (585, Band(), 585),
+        (2048, Band(), 2048),
         (585, Band(upper=0), 585),
         (1024, Band(lower=0), 1024),
         (2048, Band(upper=0), 512),  # half of the blocks are left out
@@ -125,3 +126,18 @@ def test_tiles_of_a_batch_are_computed_in_their_order(batched: str) -> None:
     assert "permutation=(0, 2, 1)" not in text
     ((got,),), ((want,),) = (run(spec, x, y) for run in (fold_xla, fold_reference))
     assert jnp.allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("features, whole", [(4, True), (5, False)])
+def test_narrow_elementwise_folds_of_few_pairs_are_one_block(features: int, whole: bool) -> None:
+    spec = FoldSpec(
+        sizes=(("m", 400), ("n", 300)),
+        batch=(),
+        row="m",
+        col="n",
+        operands=(Operand(("m",), "float32"), Operand(("n",), "float32")) * features,
+        contractions=(),
+        tile=Tile(lambda _, v, i, j: sum(v), (*range(2 * features),)),
+        outputs=(Sums(),),
+    )
+    assert (xla_blocks(spec).rows == 400) == whole
