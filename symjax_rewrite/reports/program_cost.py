@@ -418,9 +418,13 @@ def _inside_memory(eqn: JaxprEqn, device: Device, sample: Sample) -> Memory:
         return cost.largest, cost.largest
     peak = largest = 0.0
     for body in [_staged(eqn)] if is_staged else bodies_run(eqn, device):
-        found = memory(flatten(body), device, sample)
-        # The inputs of a body share the memory of the equation's operands.
-        peak = max(peak, found[0] - sum(_held(aval, sample) for aval in body.in_avals))
+        program = flatten(body)
+        found = memory(program, device, sample)
+        # The inputs of a body are the equation's operands, and the outputs of a call its results.
+        shared = {*program.inputs}
+        if eqn.primitive.name not in LOOPS:
+            shared.update(numbers(program.outputs))
+        peak = max(peak, found[0] - sum(_held(program.avals[v], sample) for v in shared))
         largest = max(largest, found[1])
     return peak, largest
 

@@ -198,6 +198,16 @@ def test_loop_is_priced_as_often_as_it_runs():
     assert often.seconds == pytest.approx(10 * once.seconds, rel=0.01)
 
 
+def test_results_of_a_branch_are_held_once():
+    x = jnp.ones((100, 100))
+
+    def branches(p, x):
+        return lax.cond(p, jnp.exp, lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), x) + 1
+
+    before = sym_optimize(branches).explain(True, x).before
+    assert 2 * x.nbytes <= before.peak_bytes < 2.1 * x.nbytes
+
+
 def test_program_that_was_not_read_has_no_price():
     specs = spec_list([(8, 8), (8, 8)])
     report = sym_optimize(lambda x, w: jnp.tanh(x @ w), budget=Budget(equations=1)).explain(*specs)
