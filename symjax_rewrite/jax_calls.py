@@ -17,6 +17,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 
+from symjax_rewrite import jax_axes
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, eval_jaxpr
 
 
@@ -65,19 +66,30 @@ def bind_call(made: ClosedJaxpr, source: Differentiable, values: Sequence[Any]) 
     return list(_call_p.bind(*values, call_jaxpr=made, source=source))
 
 
+def _type_of_call(*_: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> Any:
+    typed = source.closed if jax_axes.are_checked() else call_jaxpr
+    return typed.out_avals, call_jaxpr.effects
+
+
+def _run_call(*values: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> list[Any]:
+    del source
+    return eval_jaxpr(call_jaxpr, *values)
+
+
 def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> Any:
     consts = _mlir.ir_consts(call_jaxpr.consts, [v.aval for v in call_jaxpr.jaxpr.constvars])
-    out, tokens = _mlir.jaxpr_subcomp(
-        ctx.module_context,
-        call_jaxpr.jaxpr,
-        ctx.name_stack,
-        ctx.tokens_in,
-        consts,
-        *args,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
+    with jax_axes.unchecked():
+        out, tokens = _mlir.jaxpr_subcomp(
+            ctx.module_context,
+            call_jaxpr.jaxpr,
+            ctx.name_stack,
+            ctx.tokens_in,
+            consts,
+            *args,
+            dim_var_values=ctx.dim_var_values,
+            const_lowering=ctx.const_lowering,
+            outer_traceback=ctx.traceback,
+        )
     ctx.set_tokens_out(tokens)
     return out
 
@@ -167,10 +179,9 @@ def _check_call(*args: Any, source: Differentiable, **_: Any) -> Any:
     return _checkify.checkify_jaxpr(*context, source.closed, enabled, error, *values)
 
 
-_call_p.def_impl(lambda *values, call_jaxpr, source: eval_jaxpr(call_jaxpr, *values))
-_call_p.def_effectful_abstract_eval(
-    lambda *_, call_jaxpr, source: (call_jaxpr.out_avals, call_jaxpr.effects)
-)
+_call_p.def_impl(_run_call)
+_call_p.def_effectful_abstract_eval(_type_of_call)
+_core.custom_typechecks[_call_p] = lambda _, *atoms, **params: _type_of_call(**params)
 # Some operations of jax 0.12, like `searchsorted`, expand when a program is lowered.
 _call_p.to_lojax = _call_p.impl
 _mlir.register_lowering(_call_p, _lower_call)

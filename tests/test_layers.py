@@ -27,6 +27,7 @@ LAYERS = {
         "options",
         "obstacles",
         "jax_internals",
+        "jax_axes",
         "jax_calls",
         "jax_kernels",
         "jax_sizes",
@@ -73,7 +74,9 @@ RULES_MAY_IMPORT = (
 
 # JAX's internals, and the modules that may touch them.
 INTERNALS = ("jax._src", "jax.extend", "jax.interpreters", "jaxlib")
-INTERNALS_DOORS = tuple(f"{PACKAGE}.jax_{name}" for name in ("internals", "calls", "kernels"))
+INTERNALS_DOORS = tuple(
+    f"{PACKAGE}.jax_{name}" for name in ("internals", "axes", "calls", "kernels")
+)
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

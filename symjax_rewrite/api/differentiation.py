@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import jax
 
-from symjax_rewrite import jax_calls, jax_internals
+from symjax_rewrite import jax_axes, jax_calls, jax_internals
 from symjax_rewrite.api.joint_gradient import (
     Half,
     Halves,
@@ -70,7 +70,9 @@ class Call:
         """
         used, closed = [True] * len(self.closed.jaxpr.outvars), self.closed
         if not self.is_half:  # a half's residual may depend on unread values
-            closed = with_ones(closed, values, jax_internals.live_part(self.runs, used)[1])
+            with jax_axes.unchecked():
+                read = jax_internals.live_part(self.runs, used)[1]
+            closed = with_ones(closed, values, read)
         whole = Call(closed, self.runs, self.worker, self.is_half)
         call, runs, read = whole.narrowed(self.runs, used)
         return jax_calls.bind_call(runs, call, [x for x, r in zip(values, read, strict=True) if r])
@@ -83,7 +85,8 @@ class Call:
         Dead equations and carries leave the program: JAX removes none inside a call.
         """
         by_original = jax_internals.live_part(self.closed, used)[1]
-        runs, read = jax_internals.live_part(made, used, by_original)
+        with jax_axes.unchecked():
+            runs, read = jax_internals.live_part(made, used, by_original)
         closed = self.closed
         if not (all(used) and all(read)):
             closed = jax_internals.live_part(closed, used, read)[0]
@@ -156,12 +159,13 @@ class Call:
         """Return the halves of the derivative, and the function that stages each half out.
 
         A program with effects keeps the halves that JAX makes, so that the effects keep their order
-        and their number.
+        and their number. So does a program whose manual axes are checked: residuals of an optimised
+        program have no types that name the axes.
         """
         moving = self.moving(live)
         if not any(moving):
             return None  # JAX asks a rule of the user's for no cotangents
-        if self.closed.effects:
+        if self.closed.effects or jax_axes.are_checked():
             return plain_halves(Original(self.closed, live, moving), primals), self._apart
         original, joint = self._traced(primals, live, moving)
         if not joint.closed.effects:
@@ -202,7 +206,7 @@ class Call:
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
         """Return cotangents of the inputs `linear`, given as avals; other inputs are `known`."""
-        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
+        specs = list(linear.values())
 
         def backward(known: Sequence[Any], cotangents: list[Any]) -> list[Any]:
             rest = iter(known)

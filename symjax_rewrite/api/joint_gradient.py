@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from symjax_rewrite import jax_internals
+from symjax_rewrite import jax_axes, jax_internals
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.linear_zeros import with_zero
@@ -69,7 +69,7 @@ class Original:
 
 def _no_cotangent(aval: Any) -> Any:
     if jax_internals.is_differentiable(aval):
-        return jax.numpy.zeros(aval.shape, aval.dtype)
+        return jax_axes.zeros(aval)
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import jax
 from jax import lax
 
-from symjax_rewrite import jax_internals
+from symjax_rewrite import jax_axes, jax_internals
 from symjax_rewrite.api.decision_cache import DecisionCache
 from symjax_rewrite.api.size_plans import SizePlans, parse_dims
 from symjax_rewrite.api.tolerance import Rounding, Verified
@@ -365,7 +365,8 @@ class _Worker:
         made = self.emitted(result) if result.taken else None
         if made is None and not (result.finished and has_derivatives(closed)):
             return jax_internals.eval_jaxpr(closed, *values)
-        return Call(closed, made or closed, self).bind(values)
+        runs = made or jax_axes.without_axes(closed) or closed
+        return Call(closed, runs, self).bind(values)
 
     def _planned(
         self,
@@ -400,7 +401,8 @@ class _Worker:
     def emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
         """Return the jaxpr of the optimised program, or None if the original is kept."""
         try:
-            return result.staged()
+            with jax_axes.unchecked():
+                return result.staged()
         except SymjaxError:
             raise
         except Exception as error:
@@ -417,6 +419,13 @@ class _Worker:
     @collector_paused()
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
         """Return the decision for a program, which is made once for equal traces."""
+        bare = jax_axes.without_axes(closed)
+        if bare is None:
+            return self._optimised(closed)
+        with jax_axes.unchecked():
+            return self._decide(bare)
+
+    def _decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
         key = program_key(closed)
         result = self._decided.get(key)
         if result is None:
@@ -475,6 +484,8 @@ def unsupported(closed: jax_internals.ClosedJaxpr, sharded: bool = False) -> str
     why = "another form might need other collectives"
     if sharded:
         return f"jit with shardings: {why}"
+    if jax_axes.are_checked():
+        return "check_vma: a nested shard_map, or an operation that expands later"
     if not jax_internals.custom_rules_allow(closed.effects):
         return "its effects are not allowed under custom derivatives"
     if any(map(jax_internals.aval_is_sharded, closed.in_avals)):

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite import jax_internals
+from symjax_rewrite import jax_axes, jax_internals
 from symjax_rewrite.jax_internals import JaxprEqn
 
 # Zero if the first operand is zero.
@@ -40,7 +39,7 @@ def run_with_zeros(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
 
 def with_zero(value: Any, aval: Any) -> Any:
     """Return the value, or zeros of an aval if the value is None."""
-    return jnp.zeros(aval.shape, aval.dtype) if value is None else value
+    return jax_axes.zeros(aval) if value is None else value
 
 
 def _is_zero(eqn: JaxprEqn, zero: Sequence[bool]) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from jax import export, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.reports import program_cost
 from tests.profiles import changed
@@ -35,6 +35,10 @@ def chain(x):
 
 def attention(x):
     return jax.nn.softmax(x @ x.T / 6) @ x
+
+
+def attention_to(x, y):
+    return jax.nn.softmax(x @ y.T) @ y
 
 
 def rms_linear(x):
@@ -450,3 +454,43 @@ def test_shard_map_and_collectives(mesh):
     x = normal(8, N)
     check(mapped(sym_optimize(lora))(x), mapped(lora)(x))
     check(sym_optimize(mapped(lora))(x), mapped(lora)(x))
+
+
+def affine_steps(x, y):
+    start = 0 * x[0]
+    return lax.scan(lambda c, v: (0.9 * c + v, c @ y), start, x)[1]
+
+
+def swapped(x, y):
+    made = jax.nn.softmax(lax.psum(x @ y, "d") @ x.T) @ x
+    return made + lax.ppermute(made, "d", [(k, 1 - k) for k in range(2)])
+
+
+def of_replicated(x, y):
+    return y @ (y[:, :2] @ y[:2]), (x @ y[:, :2]) @ y[:2]
+
+
+@pytest.mark.parametrize("f", [attention_to, affine_steps, swapped, of_replicated])
+def test_checked_manual_axes(mesh, f):
+    """The optimised program has the types of the original: they decide sums of gradients."""
+    rows = PartitionSpec("d")
+    mesh = Mesh(mesh.devices[:2], ("d",))
+
+    def mapped(f):
+        def local(x, y):
+            return sum(_summed(jnp.sin(out)) for out in jax.tree.leaves(f(x, y)))
+
+        specs = (rows, PartitionSpec())
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    args = normal(16, 8), normal(8, 8, seed=1) / 4
+    g = sym_optimize(f, kernels="always", on_unsupported="error")
+    both = lambda f: jax.jit(jax.value_and_grad(mapped(f), (0, 1)))(*args)  # noqa: E731
+    check(both(g), both(f))
+    found = jax.make_jaxpr(mapped(g))(*args)
+    assert jax_internals.has_primitive(found, "sym_call")
+
+
+def _summed(x):
+    axes = tuple(jax.typeof(x).mat.varying)
+    return lax.psum(x.sum(), axes) if axes else x.sum()
