@@ -278,7 +278,7 @@ class Context:
         samples = self.assumptions.samples(names) if t.dim_env else [{}]
         t.sample = max(samples, key=lambda s: math.prod(s.values()))
         sample = self.sample = samples[0]
-        model = CostModel(self.device, lambda d: value(d, sample), maker=t.maker_of)
+        model = CostModel(self.device, lambda d: value(d, sample), terms=t)
         return Terms(t, need, known, samples, model, self.assumptions.are_narrow(names))
 
 

@@ -1,13 +1,16 @@
-"""The elementwise operations that XLA's library for CPUs takes into a call, as into a reduction.
+"""Elementwise operations and sums of products that XLA's library for CPUs takes into one call.
 
 XLA computes other operands of a call in a loop of their own, and stores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
+
+from symjax_rewrite.ir.flat_program import Equation
 
 KNOWN = frozenset(
     "abs add add_any ceil convert_element_type cosh div erf exp exp2 expm1 floor integer_pow log"
@@ -24,3 +27,34 @@ def is_known(name: str, operands: Iterable[str]) -> bool:
     operands: names of the operations that compute its operands.
     """
     return name in KNOWN and not (name in ENDS and any(x in ENDS - {name} for x in operands))
+
+
+def is_product_with_vector(e: Equation, makers: Mapping[int, Equation]) -> bool:
+    """Return True for a sum that the library computes as products of vectors and matrices.
+
+    It sums x·a or x/a over one axis, where `a` varies along this axis and all that follow but the
+    last. Measured, no stride is read then: `(x * a[:, None]).sum(0)` takes a thirtieth of the time
+    of `x.sum(0)` for 100 rows of 30,000 elements.
+
+    makers: of the program's values.
+    """
+    made = makers.get(e.invals[0]) if isinstance(e.invals[0], int) else None
+    if e.name != "reduce_sum" or len(e.eqn.params["axes"]) != 1 or made is None:
+        return False
+    x: Any = e.eqn.invars[0].aval
+    summed = {*range(e.eqn.params["axes"][0], x.ndim)}
+    places = {"mul": (0, 1), "div": (1,)}.get(made.name, ())
+    repeated = (_repeated_axes(made, k, makers) & summed for k in places)
+    return any(axes == {x.ndim - 1} < summed for axes in repeated)
+
+
+def _repeated_axes(e: Equation, k: int, makers: Mapping[int, Equation]) -> set[int]:
+    """Return the axes of a result along which operand `k` is repeated."""
+    v, avals = e.invals[k], [x.aval for x in (e.eqn.invars[k], e.eqn.outvars[0])]
+    given, whole = (getattr(a, "shape", ()) for a in avals)
+    axes = e.eqn.params.get("broadcast_dimensions", range(len(whole) - len(given), len(whole)))
+    made = makers.get(v) if isinstance(v, int) else None
+    is_spread = made is not None and made.name == "broadcast_in_dim"
+    inner = _repeated_axes(made, 0, makers) if made is not None and is_spread else set()
+    kept = {a for n, a in enumerate(axes) if given[n] == whole[a] and n not in inner}
+    return {*range(len(whole))} - kept

@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import is_known
+from symjax_rewrite.cost.library_calls import is_known, is_product_with_vector
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import numbers, postorder, walk
+from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.sizes import Dim, from_jax, product
@@ -145,8 +145,8 @@ class CostModel:
 
     computed: leaves that the rest of a program computes. inlined: for those of them that XLA
     computes in the kernel that reads them, unless it is a product or there are several, the
-    operations for each element. alone: those of these that one term of the program reads. maker:
-    the equation that computes a class, if one does: by it the order of its axes in memory is known.
+    operations for each element. alone: those of these that one term of the program reads. terms:
+    of the program, if they are its equations: by these the order of axes in memory is known.
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class CostModel:
         computed: frozenset[int] = frozenset(),
         inlined: Mapping[int, float] = MappingProxyType({}),
         alone: frozenset[int] = frozenset(),
-        maker: Callable[[int], Equation | None] = lambda cls: None,
+        terms: TermGraph | None = None,
     ) -> None:
-        self.device, self.at, self.computed, self.maker = device, at, computed, maker
+        self.device, self.at, self.computed, self.terms = device, at, computed, terms
         self.inlined, self.alone = inlined, alone
         self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
         self.has_calls = device.fusions is not None
@@ -380,7 +380,7 @@ class CostModel:
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
         is_called = is_called and c.dtype == "float32"
-        made = self.maker(cls)
+        made = None if self.terms is None else self.terms.maker_of(cls)
         if made is not None and made.name in (REDUCED if is_called else VECTORISED):
             functions += self._steps_by_order(made, functions, space)
         work = ElementwiseWork(space * slow * weight(node), slow * functions, space * slow, reduces)
@@ -407,9 +407,14 @@ class CostModel:
         axes = made.eqn.params["axes"]
         outside, width = self._count(sizes[: min(axes)]), self._count(sizes[max(axes) + 1 :])
         steps = folds.row_sum * space / row
-        if columns and columns.are_slow(outside, 4 * width):
+        is_slow = columns and columns.are_slow(outside, 4 * width)
+        if columns and is_slow and not is_product_with_vector(made, self._makers):
             steps += space * columns.sum_s * folds.fused_steps_per_s
         return steps
+
+    @cached_property
+    def _makers(self) -> dict[int, Equation]:
+        return {} if self.terms is None else makers_of(self.terms.program.equations)
 
     @staticmethod
     def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:

@@ -4,13 +4,13 @@
 reduces element by element, each at a stride, where a row of the result exceeds 64 KiB: ten to a
 hundred times slower, until jaxlib 0.11.0 (experiments/orientation). Means over an ensemble, and
 sums of gradients over examples or of experts' outputs, have such rows. A sum may be rounded in
-another order.
+another order. A sum of `x * a[:, None]` is left to the library, which computes it as `a @ x`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context
+from symjax_rewrite.cost.library_calls import is_product_with_vector
 from symjax_rewrite.cost.product_layouts import column_seconds
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.rewriting.equation_forms import EquationForms, Form
@@ -31,6 +32,10 @@ class ColumnReductions(EquationForms):
 
     rule, margin = (COLUMNS, LOCALITY), "orientation"
     primitives, dtypes = frozenset({"reduce_sum", *EXTREMA}), ("float32", "float64")
+
+    def leaves(self, e: Equation, makers: Mapping[int, Equation]) -> bool:
+        """Return True for a sum that XLA's library computes as a product."""
+        return is_product_with_vector(e, makers)
 
     def form(
         self, e: Equation, context: Context, unstored: Callable[[], float | None]

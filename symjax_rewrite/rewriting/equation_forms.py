@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 from symjax_rewrite import jax_internals
@@ -48,6 +48,11 @@ class EquationForms(ABC):
         unstored: returns the bytes of the operand that the form writes first (`unstored_bytes`).
         """
 
+    def leaves(self, e: Equation, makers: Mapping[int, Equation]) -> bool:
+        """Return True for an equation that XLA computes well by what makes its operands."""
+        del e, makers
+        return False
+
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the equations that have a cheaper form."""
         if not context.runs(self.name):
@@ -56,6 +61,8 @@ class EquationForms(ABC):
         found = [e for e in found if is_in_place(e, self.dtypes)]
         makers = makers_of(program.equations) if found else {}
         for e in found:
+            if self.leaves(e, makers):
+                continue
             made = self.form(e, context, lambda e=e: unstored_bytes(program, e, makers))
             if made is not None and margins.pays(*made[1], self.margin, context.device):
                 part = Replacement(e.outvals, e.invals, made[0], source=e.eqn)

@@ -312,3 +312,10 @@ def seconds(fun: Any, *shape: int) -> float:
 def test_the_order_of_axes_in_memory_has_a_price(fun: Any, slow: Any, fast: Any) -> None:
     assert seconds(fun, *slow) > 2 * seconds(fun, *fast)
     assert seconds(jnp.square, *slow) == pytest.approx(seconds(jnp.square, *fast), rel=0.01)
+
+
+@pytest.mark.skipif(CPU.columns is None, reason="this XLA sums columns fast")
+def test_weighted_rows_are_summed_as_a_product() -> None:
+    shape = (1 << 5, 1 << 5, 1 << 10)
+    rows = seconds(lambda x: jnp.sum(x * x[:, :, :1], 0), *shape)
+    assert 5 * rows < seconds(lambda x: jnp.sum(x * x[:, :1, :1], 0), *shape)

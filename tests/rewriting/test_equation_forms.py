@@ -65,6 +65,7 @@ TAKEN = {
         "maximum": (lambda x: jnp.max(x, 0), LONG),
         "minimum": (lambda x: jnp.min(x, 0), LONG),
         "squares": (lambda x: jnp.sum(x * x, 0), LONG),
+        "one weight for a matrix": (lambda x: jnp.sum(x * x[:, :1, :1], 0), LONG),
         "half precision": (lambda x: jnp.sum(x, 0), LONG.astype(jnp.bfloat16)),
         "gradient over examples": (
             jax.grad(lambda w, x: jnp.sum(jnp.tanh(w * x))), LONG[0], LONG,
@@ -105,6 +106,10 @@ STAYS = {
         "last axis": (lambda x: jnp.sum(x, -1), LONG),
         "an axis between": (lambda x: jnp.sum(x, (0, 2)), LONG),
         "one row": (lambda x: jnp.sum(x, 0), array(1, 20_000)),
+        "weighted rows": (lambda x: jnp.sum(x * x[:, :, :1], 0), LONG),
+        "rows over a norm": (
+            lambda x, y: jnp.sum(x / y[:, None], 0), array(32, 20_000), 1 + LONG[:, 0, 0] ** 2
+        ),
         "integers": (lambda x: jnp.sum(x, 0), jnp.ones((32, 20_000), jnp.int32)),
         "products": (lambda x: jnp.prod(x, 0), LONG),
         "joined arrays": (

@@ -116,7 +116,7 @@ def compared(
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of products and their reductions in one loop, which writes no term."""
     choice, mine, reduced, _ = written_terms(t, cluster)
-    model = CostModel(device, t.number, maker=t.maker_of)
+    model = CostModel(device, t.number, terms=t)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
@@ -196,7 +196,7 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
         return math.inf
     p, dtype = flattest(g, m.reduction.cls), g.classes[m.reduction.cls].dtype
     sizes = [t.number(s) for s in (*g.classes[m.reduction.cls].sizes, *p.bound)]
-    model = CostModel(device, t.number, maker=t.maker_of)
+    model = CostModel(device, t.number, terms=t)
 
     def count(mask: int) -> float:
         return math.prod(s for i, s in enumerate(sizes) if mask >> i & 1)
@@ -220,7 +220,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """
     choice, mine, reduced, roots = written_terms(t, cluster)
     kept, folds = replace(device.memory, kept_bytes=math.inf), device.folds
-    model = CostModel(replace(device, memory=kept), t.number, maker=t.maker_of)
+    model = CostModel(replace(device, memory=kept), t.number, terms=t)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.reduction.kind, m.reduction.args, m.reduction.keys): m for m in cluster.members}
@@ -326,7 +326,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
 
     order = postorder(roots, operands)  # values of one reduction alone are freed before the next
     place = {c: n for n, c in enumerate(order)}
-    model = CostModel(device, t.number, maker=t.maker_of)
+    model = CostModel(device, t.number, terms=t)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
