@@ -132,7 +132,8 @@ def test_both_ways_to_a_gradient_reach_equal_programs(name, one_device):
     both = [f.lower(*args).compile() for f in (outside, inside)]
     costs = [flops(c) for c in both]
     memory = [m.temp_size_in_bytes for c in both if (m := c.memory_analysis()) is not None]
-    assert costs[0] <= 1.3 * costs[1] + 1e4  # results do not wait for cotangents, in a fold apart
+    # The value of an energy does not wait for cotangents: outside it is a fold of its own.
+    assert costs[0] <= (1.3 if name == "energy" else 1.15) * costs[1] + 1e4
     assert memory[0] <= 1.15 * memory[1] + 2e5
 
 
