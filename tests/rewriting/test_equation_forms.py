@@ -207,3 +207,11 @@ def test_gradients_of_reductions() -> None:
         return jnp.sum(jax.nn.logsumexp(x, 0) ** 2)
 
     np.testing.assert_allclose(jax.grad(sym_optimize(loss))(LONG), jax.grad(loss)(LONG), rtol=1e-4)
+
+
+@skipped_by(COLUMNS)
+def test_weighted_rows_in_double_precision_are_reduced_row_by_row() -> None:
+    """XLA's library makes a product of sums in single precision alone."""
+    with jax.enable_x64(True):
+        x, a = array(32, 20_000).astype("float64"), array(32).astype("float64")
+        assert forms(COLUMNS, lambda x, a: jnp.sum(x * a[:, None], 0), x, a) == 1
