@@ -199,11 +199,12 @@ class Context:
     frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
     optimise: optimises another program under the same options, all passes or, with numbers of its
     inputs that are known, the algebra. kept: caches that an optimiser keeps across programs, by
-    pass. loops: equations of this program that were analysed as loops. sample: the numbers at which
-    symbolic sizes were priced. admits: False for a candidate that policy must not take; it is asked
-    once for every candidate, in the order in which they are found. selects: likewise, of the
-    candidate and the program it was found in. call_s: seconds of a call of the program beside its
-    kernels; 0 for the body of a loop or branch.
+    pass. loops: equations of this program that were analysed as loops. light_loops: those that no
+    pass could change, nor their bodies. sample: the numbers at which symbolic sizes were priced.
+    admits: False for a candidate that policy must not take; it is asked once for every candidate,
+    in the order in which they are found. selects: likewise, of the candidate and the program it was
+    found in. call_s: seconds of a call of the program beside its kernels; 0 for the body of a loop
+    or branch.
     """
 
     options: Options
@@ -216,6 +217,7 @@ class Context:
     optimise: Callable[..., Any]
     kept: dict[str, Any]
     loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
+    light_loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
     sample: dict[str, int] = field(default_factory=dict)
     admits: Callable[[Candidate], bool] = lambda _: True
     selects: Callable[[Candidate, Program], bool] = lambda *_: True

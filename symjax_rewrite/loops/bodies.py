@@ -44,6 +44,8 @@ class Bodies:
             if inside is not None:
                 yield inside
                 continue
+            if id(e.eqn) in context.light_loops and not context.rules.added:
+                continue
             eqn, bodies = e.eqn, []
             for spot in spots:
                 body = context.optimise(spot.body)

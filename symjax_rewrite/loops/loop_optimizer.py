@@ -105,7 +105,7 @@ class ImprovedLoops(LoopPass):
             optimise,
             self.routes(context),
             context.is_light(program),
-            skips=context.options.kernels in ("auto", "off"),
+            skipped=context.light_loops if context.options.kernels in ("auto", "off") else None,
         )
         yield from search.loops(context.loops) if context.loops else search.every()
 
@@ -140,8 +140,8 @@ class LoopSearch:
     passes: those permitted, of `rule.TRANSFORMATIONS`. reorders: True if sums may be rounded in
     another order. optimise: returns the result of the optimiser on a body (`optimizer.Result`), or
     None if the body stays; it may be given numbers of inputs whose products cost nothing. route:
-    returns a kernel for a loop or None, and the reason. light: True for a light program. skips:
-    True if loops with light bodies stay as written.
+    returns a kernel for a loop or None, and the reason. light: True for a light program. skipped:
+    receives the loops with light bodies, which stay as written; None if these are searched too.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class LoopSearch:
         optimise: Callable[..., Any | None] = lambda *_: None,
         route: Callable[[Loop], Routed] | None = None,
         light: bool = False,
-        skips: bool = False,
+        skipped: dict[int, JaxprEqn] | None = None,
     ) -> None:
         self.around, self.program, self.device, self.passes = around, around.program, device, passes
         self.reorders, self.optimise, self.route = reorders, optimise, route
-        self.light, self.skips = light, skips
+        self.light, self.skipped = light, skipped
 
     def every(self) -> Iterator[Found]:
         """Yield candidates and refusals for trees, equal steps, pairs of loops, and loops."""
@@ -252,7 +252,10 @@ class LoopSearch:
 
     def _loop(self, e: Equation) -> Iterator[Found]:
         """Yield a cheaper form of one loop, and refusals."""
-        if self.skips and _has_light_body(e, self.device):
+        if self.skipped is not None and (body := _light_body(e, self.device)):
+            inner = any(jax_internals.optimisable_bodies(x.eqn) for x in body.equations)
+            if not inner and not find_prefixes(body):
+                self.skipped[id(e.eqn)] = e.eqn
             yield refused(Obstacle.SHARE(LITTLE_WORK), e.eqn)
             return
         found = self._fused(e)
@@ -410,14 +413,14 @@ class LoopSearch:
         return replace(part, fun=fun), taken[-1].reason, reasons
 
 
-def _has_light_body(e: Equation, device: Device) -> bool:
-    """Return True if the body of a loop is light, and no loop in it could leave it."""
+def _light_body(e: Equation, device: Device) -> Program | None:
+    """Return the body of a loop if it is light, and no loop in it could leave it."""
     loop = read_loop(e)
     if loop is None or not is_light(loop.body, device):
-        return False
-    level = loop.levels()
+        return None
     inner = [v for e in loop.body.equations if e.name in LOOPS for v in e.outvals]
-    return all(level[v] == 2 for v in inner)
+    level = loop.levels() if inner else {}
+    return loop.body if all(level[v] == 2 for v in inner) else None
 
 
 def _is_ruled(eqn: JaxprEqn) -> bool:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import optimizer, sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.cost.light_programs import LITTLE_WORK, is_light
 from symjax_rewrite.ir.flat_program import flatten
@@ -95,6 +95,21 @@ def test_a_loop_of_a_light_body_stays_unless_a_loop_may_leave_it(inner, stays):
     x = jax.ShapeDtypeStruct((3,), jnp.float32)
     report = sym_optimize(run).explain(x, x)
     assert len([r for r in report.routes if r.reason == LITTLE_WORK]) == stays
+
+
+@pytest.mark.parametrize("inner", ["none", "branches"])
+def test_a_light_body_is_a_program_of_its_own_only_if_it_holds_others(inner, monkeypatch):
+    programs, flat = [], optimizer.flat
+    monkeypatch.setattr(optimizer, "flat", lambda *args: programs.append(args) or flat(*args))
+    last = (lambda x: x) if inner == "none" else _branched
+    x = jax.ShapeDtypeStruct((3,), jnp.float32)
+    run = lambda x: jax.lax.fori_loop(0, 9, lambda _, x: last(_turned(x)), x)  # noqa: E731
+    sym_optimize(run).explain(x)
+    assert (len(programs) == 1) is (inner == "none")
+
+
+def _branched(x):
+    return jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)
 
 
 def test_the_passes_that_run_on_light_programs_are_those_of_loops():
