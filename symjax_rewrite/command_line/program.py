@@ -96,11 +96,10 @@ def bound(fun: Any, given: GivenArguments) -> tuple[Any, list[Any]]:
     """Return a function of positional arguments, and these; static values are static for its jit.
 
     Raises:
-        UsageError: no function; or a result of `sym_optimize` is given arguments by keyword.
+        UsageError: a result of `sym_optimize` is given arguments by keyword.
     """
     if not callable(fun):
-        expected = "module:function, a callable of arrays"
-        raise UsageError("this names no function", expected=expected, got=type(fun).__name__)
+        return fun, given.args  # the command raises the error
     if given.kwargs and hasattr(fun, "remake"):
         raise UsageError("an optimised function takes its arguments by position here")
     if given.kwargs:

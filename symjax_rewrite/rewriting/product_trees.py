@@ -265,8 +265,13 @@ class _Volumes(dict[int, float]):
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__()
         self.numbers = numbers
+        self.half = (1 << len(numbers) // 2) - 1  # few sets of one half occur, in many of the whole
 
     def __missing__(self, mask: int) -> float:
+        one, other = mask & self.half, mask & ~self.half
+        if one and other:
+            made = self[mask] = self[one] * self[other]
+            return made
         made, rest = 1.0, mask
         while rest:
             first = rest & -rest
