@@ -282,9 +282,11 @@ def constrains(sharding: Any) -> bool:
     if sharding is None:
         return False
     spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
-    if spec is None or mesh is None or any(part is not None for part in spec):
+    if spec is None or mesh is None:
         return True
-    return not (mesh.empty or mesh.are_all_axes_auto)
+    if mesh.empty:  # it has no axis to name
+        return False
+    return not mesh.are_all_axes_auto or any(part is not None for part in spec)
 
 
 def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:

@@ -103,7 +103,7 @@ class _Reader:
     cols: int
     floor: float = -math.inf
     against: set[int] = field(default_factory=set)
-    memo: dict[tuple[int, float, bool], MaskRegion] = field(default_factory=dict)
+    memo: dict[tuple, MaskRegion] = field(default_factory=dict)
 
     def support(self, step: int, fill: float, finite: bool) -> MaskRegion:
         """Return the region where a value may differ from the fill.
@@ -201,7 +201,13 @@ class _Reader:
 
     def condition(self, step: int, wanted: bool) -> MaskRegion:
         """Return the region where a boolean may be `wanted`."""
-        kind, data, args, dtype = self.steps[step]
+        key = (step, wanted)
+        if key not in self.memo:
+            self.memo[key] = self._condition(self.steps[step], wanted)
+        return self.memo[key]
+
+    def _condition(self, step: Step, wanted: bool) -> MaskRegion:
+        kind, data, args, dtype = step
         if dtype != "bool":
             return EVERYWHERE
         if kind == "const":
@@ -248,6 +254,8 @@ class _Reader:
 
     def _evaluated(self, name: str, a: int, b: int, is_abs: bool) -> MaskRegion:
         """Return the region where a comparison of integers holds, of `abs(a)` if `is_abs`."""
+        if dtype_kind(self.steps[a].dtype) not in "iub":
+            return EVERYWHERE
         stored = [k.numbers for k in self.known]
         x, y = (numbers(self.steps, step, stored, self.rows, self.cols) for step in (a, b))
         if x is None or y is None:

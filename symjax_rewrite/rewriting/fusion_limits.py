@@ -54,7 +54,6 @@ from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
 from symjax_rewrite.rewriting.equation_forms import (
     candidate,
     is_in_place,
-    is_sharded,
     unstored_bytes,
 )
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
@@ -328,9 +327,7 @@ def _extrema(chain: Chain, r: Fused) -> Iterator[Replacement]:
 def _weighted_rows(e: Equation, r: Fused) -> int | None:
     """Return the rows that an equation sums with weights, where XLA would store them."""
     avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
-    if is_sharded(e) or not is_in_place(e, DTYPES):
-        return None
-    if not all(isinstance(n, int) for a in avals for n in a.shape):
+    if not is_in_place(e, DTYPES) or not all(isinstance(n, int) for a in avals for n in a.shape):
         return None
     if e.name == "dot_general":
         (summed, _), rows = e.eqn.params["dimension_numbers"], avals[:2]

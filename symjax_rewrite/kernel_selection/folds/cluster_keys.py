@@ -49,9 +49,9 @@ def _key(t: TermGraph, need: Needed, cluster: Cluster) -> Hashable:
         # Operands of unordered terms are in the order of their classes, as they were made.
         args = frozenset(Counter(args).items()) if node.op in UNORDERED else tuple(args)
         inner = frozenset([number[u] for u in users if u in number])
-        outer = min(len(users) - len(inner), 2)
+        is_read = c in need.outside or len(inner) < len(users)
         own = node.op, attr, node.bound, of.sizes, of.dtype
-        return (*own, args, inner, outer, c in need.outside)
+        return (*own, args, inner, is_read)
 
     members = [
         (number[m.reduction.cls], m.reduction.kind, m.pair.row, m.pair.column, m.space)

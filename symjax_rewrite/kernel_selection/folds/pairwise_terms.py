@@ -356,7 +356,7 @@ class PairwiseTile:
     """Terms that the pairwise terms under a reduction are computed from.
 
     inner: by reference, the pairwise terms computed from others; True for *heavy* terms, which are
-    more than tests of index numbers. operands: the leaves. whole: leaves that are pairwise
+    more than tests of index numbers and of pairs in memory: layers share masks. operands: the leaves. whole: leaves that are pairwise
     themselves. dots: the terms that are contractions. nonlinear: some step is no sum. meets: some
     other term combines a row operand and a column operand. compared: classes discontinuous in their
     operands. counts: how often an index of a sum is written out; steps: the number of steps then.
@@ -413,7 +413,7 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
     found = pair.open(ref)
     if found.kind == "leaf":
         tile.whole.append(ref)
-        return not is_test_like(pair.g, ref.cls)
+        return False
     tile.inner[ref] = heavy = False
     match found.kind:
         case "dot" | "scattered" | "chosen":
