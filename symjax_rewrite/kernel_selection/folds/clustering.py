@@ -504,7 +504,8 @@ def direction(cluster: Cluster, m: ClusterMember) -> tuple:
 
 def _ways(m: ClusterMember) -> list[_Way]:
     """Return the forms of a candidate whose reads are known."""
-    found = [(form, reads(m.pair, form)) for form in forms(m.pair, m.reduction)]
+    pair, reduction = m.pair, m.reduction
+    found = [(form, reads(pair, reduction, m.tile, form)) for form in forms(pair, reduction)]
     return [
         _Way(form, [r.cls for r in read], [r.cls for addend in form for r in addend.rows()])
         for form, read in found

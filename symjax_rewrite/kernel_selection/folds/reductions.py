@@ -32,7 +32,7 @@ from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     one_hot,
     scattered,
 )
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, PairwiseTile, explore
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
 
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
@@ -383,12 +383,18 @@ def _eliminated(pair: Pair, addend: Addend) -> Addend:
     return addend
 
 
-def reads(pair: Pair, form: Form) -> list[Ref] | None:
-    """Return the references that must be computed before the fold of a form runs."""
+def reads(pair: Pair, found: Reduction, made: PairwiseTile, form: Form) -> list[Ref] | None:
+    """Return the references that must be computed before the fold of a form runs.
+
+    made: the tile of the reduction as written.
+    """
     out: list[Ref] = []
+    written = [*filter(pair.holds, found.args)]
     for addend in form:
         refs = addend.pairwise()
-        tile = explore(pair, filter(pair.holds, refs), addend.keys)
+        held = [*filter(pair.holds, refs)]
+        is_written = held == written and addend.keys == found.keys
+        tile = made if is_written else explore(pair, held, addend.keys)
         if tile is None:
             return None
         out += [*tile.operands, *tile.whole, *(r for r in refs if not pair.holds(r))]
