@@ -359,9 +359,9 @@ class PairwiseTile:
     more than tests of index numbers and of pairs in memory: layers share masks. operands: the
     leaves. whole: leaves that are pairwise themselves. dots: the terms that are contractions.
     nonlinear: some step is no sum. meets: some other term combines a row operand and a column
-    operand. compared: classes discontinuous in their operands. counts: how often an index of a sum is written out; steps: the number of steps then.
-    along: the indices that row values are reduced along inside the tile; rows: row values computed
-    inside the tile. looked: table lookups.
+    operand. compared: classes discontinuous in their operands. counts: how often an index of a sum
+    is written out; steps: the number of steps then. along: the indices that row values are reduced
+    along inside the tile; rows: row values computed inside the tile. looked: table lookups.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
