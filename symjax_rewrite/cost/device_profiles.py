@@ -45,6 +45,7 @@ from symjax_rewrite.cost.profile_groups import (
 )
 from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
 from symjax_rewrite.errors import UsageError, choice
+from symjax_rewrite.ir.products import HALF
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,9 @@ class Device:
         "1", "times the time of an elementwise operation on float32: on half precision", NO_SCRIPT,
         1.0,
     )  # fmt: skip
+    double_steps: float = quantity(
+        "1", "the same: on float64, of which a vector holds half as many", NO_SCRIPT, 1.0
+    )
     slow_across: bool = quantity(
         "yes/no", "Xᵀ Y, both stored by rows, is slower than transposing X first", NO_SCRIPT, False
     )
@@ -171,6 +175,12 @@ class Device:
         if dtype == "float32" and usual and "tf32" in self.flops_per_s:
             return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
+
+    def steps_of(self, dtype: str) -> float:
+        """Return how many elementwise operations on float32 take the time of one on a dtype."""
+        if dtype in HALF:
+            return self.half_steps
+        return self.double_steps if dtype == "float64" else 1.0
 
 
 _ALGORITHM = re.compile(r"\b(BF16|F16|TF32)_\w+?_\w+?(?:_X(\d))?$")
@@ -297,6 +307,7 @@ CPU = Device(
     platform="cpu",
     runs_pallas=False,
     half_steps=2.0,
+    double_steps=2.4,
     slow_across=jax.__version_info__ < (0, 11),  # 1.05 to 3 times; even on 0.12
     memory=MemoryFacts(
         cached_terms=3.0,

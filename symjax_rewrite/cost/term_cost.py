@@ -32,7 +32,6 @@ ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
 REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 VECTORISED = frozenset(name for name, kind in FUNCTIONS.items() if kind in ("short", "long"))
-HALF = ("bfloat16", "float16")  # a step of float32 is several of their steps
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
@@ -364,7 +363,7 @@ class CostModel:
         written = count * itemsize(c.dtype)
         reduces = bool(node.bound) and kind != op.TAKE
         space = count * self._count(node.bound) if reduces else count
-        slow = self.device.half_steps if c.dtype in HALF else 1.0
+        slow = self.device.steps_of(c.dtype)
         functions = space * functions_of(node, self.device)
         flops, peak, packing = None, 1.0, 0.0
         if is_dot(node):
@@ -379,7 +378,7 @@ class CostModel:
         is_kernel = flops is not None or kind == op.CUMSUM
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
-        is_called = is_called and c.dtype == "float32"
+        is_called = is_called and c.dtype in ("float32", "float64")
         made = None if self.terms is None else self.terms.maker_of(cls)
         if made is not None and made.name in (REDUCED if is_called else VECTORISED):
             functions += self._steps_by_order(made, functions, space)

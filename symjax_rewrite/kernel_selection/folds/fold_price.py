@@ -521,7 +521,8 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     if spec.tile.whole == spec.row:
         steps += folds.down_tile * kinds["along"]
     steps += kinds["along"] * folds.row_sum / max(blocks.cols, 1)
-    return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
+    steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
+    return steps * (device.double_steps if "float64" in {x.dtype for x in spec.operands} else 1.0)
 
 
 def _stored(spec: FoldSpec) -> int:

@@ -40,6 +40,23 @@ def adapter(x, w, a, b, g):
     return x @ (g * whole / jnp.linalg.norm(whole, axis=0))
 
 
+def gradient_of_kernel(x, y, w):
+    def energy(x):
+        return jnp.sum(w * jnp.exp(-jnp.sum((x[:, None] - y) ** 2, -1)))
+
+    return jax.grad(energy)(x)
+
+
+@pytest.mark.parametrize(("points", "features"), [(1000, 3), (600, 24)])
+def test_double_precision_is_priced_as_the_library_computes_it(points, features):
+    """XLA's library has sums in float64 too; a fold over 24 features takes seven times as long."""
+    sizes = (points, features), (points, features), (points, points)
+    with jax.enable_x64(True):
+        specs = [jax.ShapeDtypeStruct(s, jnp.float64) for s in sizes]
+        report = sym_optimize(gradient_of_kernel, device="cpu").explain(*specs)
+    assert any(r.taken for r in report.routes if r.name == "fold") == (features == 3)
+
+
 @pytest.mark.parametrize("fun", [residual, residual_by_rows, absolute_residual])
 def test_reduction_fused_by_xla_is_no_fold(fun):
     assert not takes_fold(fun, (4096, 4096), (4096, 32), (4096, 32))
