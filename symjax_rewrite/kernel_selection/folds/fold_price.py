@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,13 +17,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.profile_groups import FoldFacts
-from symjax_rewrite.cost.term_cost import (
-    Cost,
-    CostModel,
-    functions_of,
-    itemsize,
-    weight,
-)
+from symjax_rewrite.cost.term_cost import Cost, CostModel, functions_of, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.sizes import from_jax
@@ -483,18 +477,24 @@ def _packed_bytes(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
 def _share_made(spec: FoldSpec, c: Contraction, device: Device) -> float:
     """Return the share of a product's pairs that are computed, where loops run a fold.
 
-    A block computes a product once for the batch axes that it holds and neither operand has. XLA
-    moves the product of all rows and columns out of the loops if no loop selects its operands.
+    A block computes a product once for the batch axes that it holds and neither operand has.
     """
-    blocks = xla_blocks(spec)
     if not device.folds.streams:
         return 1.0
+    blocks = xla_blocks(spec)
     mine = {*spec.operands[c.row].axes, *spec.operands[c.col].axes}
     once = {a for a in blocks.inner if a not in mine}
-    looped = set(spec.batch) - set(blocks.inner)
-    if blocks.rows >= spec.rows and blocks.cols >= spec.cols and not looped & mine:
-        once |= looped
-    return 1 / math.prod(spec.size[a] for a in once)
+    return _share_in_loops(spec, blocks, mine) / math.prod(spec.size[a] for a in once)
+
+
+def _share_in_loops(spec: FoldSpec, blocks: Blocks, axes: set[str]) -> float:
+    """Return the share of a fold's blocks that compute a value of some axes of their tile.
+
+    XLA moves it out of the loops where none of them selects what it reads.
+    """
+    looped = set(spec.batch).difference(blocks.inner)
+    whole = blocks.rows >= spec.rows and blocks.cols >= spec.cols
+    return 1 / math.prod(spec.size[a] for a in looped) if whole and not looped & axes else 1.0
 
 
 def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> float:
@@ -509,9 +509,8 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     for kind, data, args, _ in route.steps:
         op, attr = data if kind == "apply" else (None, None)
         nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
-    for node, share in zip(
-        nodes, _shares(route, spec, nodes, _extents(spec, blocks, folds)), strict=True
-    ):
+    shares = _shares(route, spec, nodes, blocks) if folds.streams else [1.0] * len(nodes)
+    for node, share in zip(nodes, shares, strict=True):
         if node is not None:
             own = weight(node)
             steps += share * (chained * own + functions_of(node, device))
@@ -532,23 +531,17 @@ def _stored(spec: FoldSpec) -> int:
     return sum(read[tile] > 1 for tile, t in sums if t.weights is None)
 
 
-def _extents(spec: FoldSpec, blocks: Blocks, folds: FoldFacts) -> dict[str, int]:
-    """Return the sizes of a block by axis where loops run a fold; empty for a kernel."""
-    if not folds.streams:
-        return {}
-    inner = {a: spec.size[a] for a in blocks.inner}
-    return {**inner, spec.row: max(blocks.rows, 1), spec.col: max(blocks.cols, 1)}
-
-
 def _shares(
-    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], extents: Mapping[str, int]
+    route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None], blocks: Blocks
 ) -> list[float]:
-    """Return the share of a block's elements for which each step of a tile is computed.
+    """Return the share of a block's elements for which loops compute each step of a tile.
 
     A function is computed once for the axes of a block that it does not depend on, and so is the
     arithmetic that functions alone read, or that does not depend on the column. Other arithmetic
-    is repeated for each element.
+    is repeated for each element. What no loop selects is computed before the loops.
     """
+    extents = {spec.row: max(blocks.rows, 1), spec.col: max(blocks.cols, 1)}
+    extents |= {a: spec.size[a] for a in blocks.inner}
     axes: list[set[str]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for k, (kind, data, args, _) in enumerate(route.steps):
@@ -559,8 +552,11 @@ def _shares(
                 own = {*spec.operands[data].axes}
             case "index":
                 own = {spec.row if data else spec.col}
+            case "dot":
+                c = spec.contractions[data]
+                own = {*spec.operands[c.row].axes, *spec.operands[c.col].axes}
             case _:
-                own = {*extents}
+                own = {*spec.batch, spec.row, spec.col}
         axes.append(own.union(*(axes[a] for a in args)))
         for a in args:
             readers[a].append(k)
@@ -571,7 +567,7 @@ def _shares(
         once = spec.col not in axes[k] or (node is not None and not is_arithmetic(node))
         read = 0.0 if once else 1.0
         shares[k] = max(own, min(read, max((shares[r] for r in readers[k]), default=1.0)))
-    return shares
+    return [s * _share_in_loops(spec, blocks, mine) for s, mine in zip(shares, axes, strict=True)]
 
 
 def _blocks_kept(route: FoldRoute) -> int:
