@@ -68,10 +68,16 @@ def difference(
         return f"pytree {tree} instead of {other}"
     once = functools.cache(rounding)
     for k, (a, (path, b)) in enumerate(zip(ours, theirs, strict=True)):
-        found = _leaf(np.asarray(a), np.asarray(b), numerics, k, once)
+        found = _leaf(_numbers(a), _numbers(b), numerics, k, once)
         if found:
             return f"output {jax.tree_util.keystr(path) or k}: {found}"
     return None
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """Return a result as a NumPy array; a key of random numbers as its words."""
+    is_key = jax.numpy.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def _leaf(

@@ -67,6 +67,14 @@ def test_agreement_is_silent(mode):
         np.testing.assert_allclose(f(A, B, C), chain(A, B, C), rtol=1e-3, atol=1e-3)
 
 
+def test_keys_are_verified():
+    """Keys of random numbers are compared beside values that differ by rounding."""
+    f = sym_optimize(lambda key, *args: (jax.random.split(key), chain(*args)), verify="always")
+    np.testing.assert_allclose(f(jax.random.key(0), A, B, C)[1], chain(A, B, C), atol=1e-3)
+    with pytest.raises(EquivalenceError, match="twice_too_large"):
+        f.remake(rules=WRONG)(jax.random.key(0), A, B, C)
+
+
 def test_bisect_names_the_rule():
     assert bisect(sym_optimize(chain, rules=WRONG), A, B, C) == ("twice_too_large",)
     assert bisect(sym_optimize(chain), A, B, C) == ()
