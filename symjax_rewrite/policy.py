@@ -13,7 +13,8 @@ from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.light_programs import launch_seconds
-from symjax_rewrite.cost.transposed_copies import least_copy_seconds, transposed_seconds
+from symjax_rewrite.cost.placed_products import layout_seconds
+from symjax_rewrite.cost.transposed_copies import least_copy_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.replacement import ConflictError, Part, Staged, live_values, replaced
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
@@ -109,20 +110,20 @@ def _removed_copies(
     for c in found:
         if c.short:
             groups[_group(c)].append(c)
-    before = transposed_seconds(program, device) if groups else 0.0
+    before = layout_seconds(program, device) if groups else 0.0
     least, removed = least_copy_seconds(device), {}
     for key, members in groups.items() if before > least else ():
         if not margins.pays_beside(members, -before, device):  # not even without all copies
             continue
         parts = [p for c in members for p in c.parts]
         try:
-            near = transposed_seconds(program, device, _beside(program, parts))
+            near = layout_seconds(program, device, _beside(program, parts))
             if not margins.pays_beside(members, -near, device):
                 continue
             made = replaced(program, parts, staged)
         except ConflictError:
             continue
-        gone = before - transposed_seconds(made, device)
+        gone = before - layout_seconds(made, device)
         if gone > least and margins.pays_beside(members, -gone, device):
             removed[key] = gone
     return removed
@@ -176,14 +177,14 @@ def _copying(
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
     if not unpriced or device.layouts is None:
         return []
-    before = transposed_seconds(program, device)
+    before = layout_seconds(program, device)
 
     def added(candidates: Sequence[Candidate]) -> float:
         try:
             made = replaced(program, [p for c in candidates for p in c.parts], staged)
         except ConflictError:
             return 0.0
-        return transposed_seconds(made, device) - before
+        return layout_seconds(made, device) - before
 
     whole = added(unpriced)
     if whole <= 0 or all(margins.pays_beside([c], whole, device) for c in unpriced):

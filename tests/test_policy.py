@@ -170,7 +170,7 @@ def test_copies_are_priced_by_candidate_only_if_one_might_not_pay(
         seen.append(program)
         return 0.0 if len(seen) == 1 else copies_s
 
-    monkeypatch.setattr(policy, "transposed_seconds", seconds)
+    monkeypatch.setattr(policy, "layout_seconds", seconds)
     costs = Cost(seconds=2.0), Cost(seconds=1.0)
     found = [
         Candidate("rewrite", (Ones((v,)),), before=costs[0], after=costs[1], leaves_copies=True)

@@ -393,7 +393,7 @@ class ProductLayouts:
         ORIENTATION,
     )  # fmt: skip
     across_s: float = quantity(
-        "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.25e-9
+        "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.5e-9
     )
     conflict_bytes: int = quantity(
         "bytes", "the same of rows a multiple of this: a column's lines share places in a cache",

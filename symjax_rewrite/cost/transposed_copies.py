@@ -62,7 +62,7 @@ def transposed_seconds(
             if e.outvals[0] in outputs or any(map(_is_other, users.get(e.outvals[0], ()))):
                 seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, range(_rank(e)))
         elif e.name == "dot_general":
-            seconds += sum(_operand(e, side, copies) for side in range(2))
+            seconds += _operands(e, copies)
     return seconds
 
 
@@ -101,14 +101,23 @@ def _factors(e: Equation, order: Sequence[int]) -> Iterator[tuple[int, Any, tupl
             yield v, x.aval, tuple([axes[k] for k in order if k in axes])
 
 
-def _operand(e: Equation, side: int, copies: _Copies) -> float:
-    """Return the seconds of the copy of an operand that a product needs."""
-    summed, batch = (both[side] for both in e.eqn.params["dimension_numbers"])
-    aval: Any = e.eqn.invars[side].aval
-    free = [k for k in range(aval.ndim) if k not in summed and k not in batch]
-    ways = ((*batch, *free, *summed), (*batch, *summed, *free))
-    found = [copies.of(e.invals[side], aval, way, is_operand=True) for way in ways]
-    return found[side] if all(found) else 0.0
+def _operands(e: Equation, copies: _Copies) -> float:
+    """Return the seconds of the copies of operands that a product needs.
+
+    XLA computes a product without free axes as one reduction, which reads both in either order.
+    """
+    summed, batch = e.eqn.params["dimension_numbers"]
+    found: list[list[float]] = []
+    is_reduction = _rank(e) == len(batch[0])
+    for v, x, ours, many in zip(e.invals, e.eqn.invars, summed, batch, strict=True):
+        aval: Any = x.aval
+        free = [k for k in range(aval.ndim) if k not in ours and k not in many]
+        last = (*ours, *many) if is_reduction else (*many, *ours, *free)
+        ways = ((*many, *free, *ours), last)
+        found.append([copies.of(v, aval, way, is_operand=True) for way in ways])
+    if is_reduction:
+        return min(map(sum, zip(*found, strict=True)))
+    return sum(ways[side] for side, ways in enumerate(found) if all(ways))
 
 
 @dataclass(frozen=True, slots=True)

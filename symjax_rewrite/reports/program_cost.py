@@ -18,8 +18,8 @@ import jax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import shape_of, sorting_seconds, summed_sizes
+from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
-from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.replacement import live_values
@@ -29,7 +29,6 @@ from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.jax_kernels import LATE_KERNEL
 from symjax_rewrite.loops.loop_reading import LOOPS, read_loop
-from symjax_rewrite.rewriting.product_orientation import across_seconds
 from symjax_rewrite.rewriting.repeated_products import repeated_seconds
 
 Sample = dict[str, int]  # a number for every named size
@@ -272,7 +271,7 @@ def _layout_seconds(program: Program, device: Device) -> float:
     """Return the seconds of products across rows, and of transposed copies."""
     live = live_values(program, ())
     kept = [e for e in program.equations if not live.isdisjoint(e.outvals)]
-    return across_seconds(program, device, kept) + transposed_seconds(program, device, kept)
+    return layout_seconds(program, device, kept)
 
 
 def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:

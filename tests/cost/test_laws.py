@@ -46,6 +46,8 @@ def rewritten(fun: Any, *shapes: tuple[int, ...]) -> Any:
         (lambda a: a.reshape(1, 8, 4).transpose(1, 0, 2), ((8, 4),)),
         (lambda a, b: jnp.sin((a[:, None] * b[None]).T), ((8,), (4,))),
         (lambda a, b: jnp.einsum("j,ij->ij", a, b), ((4,), (8, 4))),
+        (lambda a, b: jnp.einsum("ij,ij->j", a, b), ((8, 4), (8, 4))),
+        (lambda a, b: jnp.einsum("ij,ij->", a, b), ((8, 4), (8, 4))),
     ],
 )
 def test_transposition_folded_into_its_reader_is_no_copy(fun: Any, shapes: Any) -> None:
@@ -61,6 +63,7 @@ def test_transposition_folded_into_its_reader_is_no_copy(fun: Any, shapes: Any) 
         (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 20, 3), (7, 20, 3)), 300 + 420),
         (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((20, 8, 4), (4, 6, 20)), 480),
         (lambda a, b: jnp.einsum("j,ij->ji", a, b), ((20,), (8, 20)), 160),
+        (lambda a, b: jnp.einsum("ij,ji->j", a, b), ((8, 20), (20, 8)), 160 * 7 / 15),
     ],
 )
 def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
