@@ -45,19 +45,21 @@ def product_seconds(left: Matrix, right: Matrix, dtype: str, device: Device) -> 
 def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
     """Return the seconds that a product takes longer since an operand is read across its rows.
 
-    XLA chooses the order of a vector and a matrix itself, before it folds transposes.
+    XLA chooses the order of a vector and a matrix itself, before it folds transposes. The share of
+    the time rises from zero to one up to twice the least sum, so that prices have no jump.
     """
-    if left.summed < facts.least_sum:
-        return 0.0
+    share = min(max(left.summed / facts.least_sum - 1, 0.0), 1.0)
     if left.free == 1:
         slow = right.transposed and not right.first and right.summed >= facts.long_sum
-        return right.elements * facts.across_s if slow else 0.0
+        return share * right.elements * facts.across_s if slow else 0.0
     if right.free == 1 and not left.transposed:
         return 0.0
     if not left.first:
         return 0.0
-    added = left.elements * facts.across_each(left.free)
-    return added if right.first or right.free == 1 else added + right.elements * facts.across_s
+    added = share * left.elements * facts.across_each(left.free)
+    if right.first or right.free == 1:
+        return added
+    return added + share * right.elements * facts.across_s
 
 
 def swapped_seconds(e: Equation, facts: ProductLayouts) -> float:
