@@ -18,7 +18,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 
 from symjax_rewrite import jax_axes
-from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, eval_jaxpr
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, eval_jaxpr, promoting
 
 
 class Differentiable(Protocol):
@@ -108,6 +108,11 @@ def _dce_call(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | 
     return read, eqn.replace(invars=invars, outvars=outvars, params=params, effects=made.effects)
 
 
+@promoting()
+def _batch_call(*args: Any, source: Differentiable, **_: Any) -> tuple[list[Any], Any]:
+    return source.batch(*args)
+
+
 def _zero(value: Any) -> Any:
     return _Zero(_core.typeof(value).to_tangent_aval())
 
@@ -116,6 +121,7 @@ def _has_tangents(tangent: Any) -> bool:
     return type(tangent) is not _Zero and _core.typeof(tangent).dtype != jax.dtypes.float0
 
 
+@promoting()
 def _jvp_call(
     primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, source: Differentiable
 ) -> tuple[list[Any], list[Any]]:
@@ -125,6 +131,7 @@ def _jvp_call(
     return outs, [_zero(o) if z else t for o, t, z in zip(outs, moved, zeros, strict=True)]
 
 
+@promoting()
 def _linearize_call(
     is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any
 ) -> tuple[Any, ...]:
@@ -152,6 +159,7 @@ def _linearize_call(
     return outs, moving, residuals, linearized
 
 
+@promoting()
 def _transpose_call(cotangents: Any, *operands: Any, source: Differentiable, **_: Any) -> list[Any]:
     linear = {k: x.aval for k, x in enumerate(operands) if _ad.is_undefined_primal(x)}
     known = [x for k, x in enumerate(operands) if k not in linear]
@@ -163,6 +171,7 @@ def _transpose_call(cotangents: Any, *operands: Any, source: Differentiable, **_
 _HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
 
 
+@promoting()
 def _transpose_pullback(cotangents: Any, *operands: Any, count: int, pull: Any, **_: Any) -> Any:
     given = [None if type(c) is _Zero else c for c in cotangents]
     return [None] * count + list(pull(operands[:count], given))
@@ -185,7 +194,7 @@ _core.custom_typechecks[_call_p] = lambda _, *atoms, **params: _type_of_call(**p
 # Some operations of jax 0.12, like `searchsorted`, expand when a program is lowered.
 _call_p.to_lojax = _call_p.impl
 _mlir.register_lowering(_call_p, _lower_call)
-_batching.fancy_primitive_batchers[_call_p] = lambda *args, source, **_: source.batch(*args)
+_batching.fancy_primitive_batchers[_call_p] = _batch_call
 _ad.primitive_jvps[_call_p] = _jvp_call
 _ad.primitive_linearizations[_call_p] = _linearize_call
 _ad.primitive_transposes[_call_p] = _transpose_call

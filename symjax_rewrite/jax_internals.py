@@ -192,6 +192,14 @@ def of_leaves(
     return flat, [leaves[k] for k in dynamic]
 
 
+@contextlib.contextmanager
+def promoting() -> Iterator[None]:
+    """Permit implicit promotion: a user's ban of it holds for the user's code alone."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@promoting()
 def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     """Stage a function of arrays out at exact avals (weak types kept); its results are flat.
 

@@ -19,7 +19,7 @@ from jax import lax
 from symjax_rewrite import jax_axes, jax_internals
 from symjax_rewrite.api.decision_cache import DecisionCache
 from symjax_rewrite.api.size_plans import SizePlans, parse_dims
-from symjax_rewrite.api.tolerance import Rounding, Verified
+from symjax_rewrite.api.tolerance import Rounding, Verified, copied
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
 from symjax_rewrite.collector import collector_paused
 from symjax_rewrite.errors import (
@@ -218,7 +218,8 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     if options.verify == "off":
         return jitted
     names = lambda *a, **k: [r.name for r in explain(*a, **k).rules]  # noqa: E731
-    return Verified(jitted, plain, names, options)
+    undonated = {k: v for k, v in settings.items() if not k.startswith("donate")}
+    return Verified(jitted, jax.jit(base, **undonated), names, options)
 
 
 def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
@@ -250,14 +251,16 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     pack = options.rules
     assert isinstance(pack, RulePack)
     with disabled():
-        expected = f(*args, **kwargs)
+        given, named = copied(args, kwargs)  # the function may donate its arguments
+        expected = f(*given, **named)
         rounding = Rounding.of(f.__wrapped__, args, kwargs)
 
     def difference(gone: tuple[str, ...]) -> str | None:
         kernels = "off" if KERNELS in gone else options.kernels
         rules = pack - [name for name in gone if name != KERNELS]
         changed = f.remake(rules=rules, kernels=kernels, verify="off", plan=None)
-        got = changed(*args, **kwargs)
+        given, named = copied(args, kwargs)
+        got = changed(*given, **named)
         return beyond_rounding(got, expected, options.numerics, lambda: rounding)
 
     if difference(()) is None:

@@ -146,12 +146,19 @@ def _unexplained(error: np.ndarray, noise: np.ndarray, least: float) -> str | No
     return None
 
 
+def copied(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return arguments with copies of the arrays, which a call may donate."""
+    copy = lambda x: x.copy() if isinstance(x, jax.Array) else x  # noqa: E731
+    return jax.tree.map(copy, (args, kwargs))
+
+
 class Verified:
     """A jitted function whose results are compared with the results of the original.
 
     `"always"` compares every call, `"first"` and `"warn"` the first call at every shape; after a
     mismatch `"warn"` warns and runs the original from then on. Other attributes are those of the
-    jitted function. Calls inside another transformation are not compared.
+    jitted function. Calls inside another transformation are not compared. A call that is compared
+    donates copies of its arguments; the original donates none.
     """
 
     def __init__(
@@ -165,6 +172,8 @@ class Verified:
         self._mode, self._numerics = options.verify, options.numerics
         self._seen: set[Any] = set()
         self._refused = False
+        settings = jax_internals.jit_settings(optimised) or {}
+        self._donates = any(settings.get(k) for k in ("donate_argnums", "donate_argnames"))
         self.__wrapped__ = optimised.__wrapped__
         self.__name__ = getattr(optimised, "__name__", "verified")
         self.__doc__ = optimised.__doc__
@@ -185,7 +194,8 @@ class Verified:
         if key in self._seen and self._mode != "always":
             return self.optimised(*args, **kwargs)
         expected = self._original(*args, **kwargs)
-        got = self.optimised(*args, **kwargs)
+        given, named = copied(args, kwargs) if self._donates else (args, kwargs)
+        got = self.optimised(*given, **named)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(expected)):
             return got  # the function captures tracers
         self._seen.add(key)

@@ -75,6 +75,21 @@ def test_keys_are_verified():
         f.remake(rules=WRONG)(jax.random.key(0), A, B, C)
 
 
+@pytest.mark.parametrize("rules", [packs.default, WRONG], ids=["right", "wrong"])
+def test_functions_that_donate_are_verified_and_bisected(rules):
+    """No comparison reads an argument that a call has donated."""
+    donating = jax.jit(lambda a, b, c: (chain(a, b, c), a + 1), donate_argnums=0)
+    f, donated = sym_optimize(donating, rules=rules), jnp.asarray(A)
+    if rules is WRONG:
+        with pytest.raises(EquivalenceError, match="twice_too_large"):
+            f.remake(verify="first")(donated, B, C)
+        assert bisect(f, donated, B, C) == ("twice_too_large",)
+    else:
+        g = f.remake(verify="first")
+        jax.block_until_ready((g(donated, B, C), g(donated, B, C)))
+        assert donated.is_deleted()  # by the call that is not compared
+
+
 def test_bisect_names_the_rule():
     assert bisect(sym_optimize(chain, rules=WRONG), A, B, C) == ("twice_too_large",)
     assert bisect(sym_optimize(chain), A, B, C) == ()

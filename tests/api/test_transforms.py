@@ -239,6 +239,16 @@ def test_debug_nans_finds_them():
         assert np.isfinite(sym_optimize(lambda x: jnp.log(lora(x) ** 2 + 1))(X)).all()
 
 
+def test_bans_of_implicit_promotion_are_the_users():
+    """Code of the library may promote where the user's may not."""
+    step = lambda h, xs: (xs[0] * h + xs[1], h)  # noqa: E731
+    scanned = lambda xs: lax.scan(step, xs[0, 0], tuple(xs))[1].sum()  # noqa: E731
+    xs = normal(2, 9, 3)
+    f = sym_optimize(scanned, kernels="always", on_unsupported="error")
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        assert jax.jit(jax.grad(f)).lower(xs).out_info.shape == xs.shape
+
+
 WIDE = {
     "value": lambda f: f,
     "grad": lambda f: jax.grad(total(f)),
