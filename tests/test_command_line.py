@@ -97,7 +97,7 @@ LINES = {
     "an unknown device": (["users_module:chain", *SIZES, "--device", "h20"], "h200"),
     "a negative size": (["users_module:chain", "--args", "f32[-1]"], "[b,2*n,64]"),
     "an unknown flag": (["users_module:chain", "--dance"], "--help shows the arguments"),
-    "no callable": (["users_module:number"], "sym_optimize needs a function"),
+    "no callable": (["users_module:number"], "names no function; expected: module:function"),
     "no name": (["users_module"], "module:function"),
     "no module's name": ([":f"], "module:function"),
     "a relative name": (["..a:f"], "module:function"),

@@ -154,6 +154,8 @@ REFUSED = {
         }).explain(X, W, A, B), errors.PlanError, "0123456789ab"),
     "unknown kernels": (
         lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
+    "several kernels": (
+        lambda: sym_optimize(lora, kernels=["xla", "triton"]), errors.UsageError, "one of auto"),
     "an option without a name": (lambda: call(lora, "lora"), errors.UsageError, "rules='lora'"),
     "misspelt option": (
         lambda: call(lora, numeric="exact"), errors.UsageError, "did you mean 'numerics'?"),

@@ -151,10 +151,11 @@ def _options(given: dict[str, Any]) -> Options:
     values["assume"] = consistent(values["assume"]).facts
     values["rules"] = _rule_pack(values["rules"])
     values["numerics"] = Numerics.of(values["numerics"])
-    if values["kernels"] not in ("auto", "always", "off"):
+    kernels = values["kernels"]
+    if not isinstance(kernels, str) or kernels not in ("auto", "always", "off"):
         from symjax_rewrite.kernel_selection.folds.selection import known_kernels
 
-        known_kernels(values["kernels"])  # raises for an unknown backend
+        known_kernels(kernels)  # raises for an unknown backend
     return Options(**values)
 
 

@@ -96,10 +96,11 @@ def bound(fun: Any, given: GivenArguments) -> tuple[Any, list[Any]]:
     """Return a function of positional arguments, and these; static values are static for its jit.
 
     Raises:
-        UsageError: a result of `sym_optimize` is given arguments by keyword.
+        UsageError: no function; or a result of `sym_optimize` is given arguments by keyword.
     """
     if not callable(fun):
-        return fun, given.args  # the command raises the error
+        expected = "module:function, a callable of arrays"
+        raise UsageError("this names no function", expected=expected, got=type(fun).__name__)
     if given.kwargs and hasattr(fun, "remake"):
         raise UsageError("an optimised function takes its arguments by position here")
     if given.kwargs:

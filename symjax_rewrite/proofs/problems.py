@@ -52,7 +52,8 @@ class Problem:
             except Exception as error:  # tracing runs the user's function
                 lines = str(error).strip().splitlines() or ["no message"]
                 what = f"{name} cannot be traced: {type(error).__name__}: {lines[0]}"
-                raise UsageError(what, got=", ".join(map(spec_text, leaves))) from error
+                given = ", ".join(map(spec_text, leaves)) or "no arguments"
+                raise UsageError(what, got=given) from error
             functions.append(flat)
             traced.append(closed)
             kinds.append(kind)

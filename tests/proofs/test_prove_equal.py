@@ -245,7 +245,7 @@ def test_same_conditions_on_both_sides_are_told() -> None:
         (["f32[n"], {}, "not an argument spec"),
         (["f32[n]"], {"numerics": "exact"}, "unknown numerics"),
         (["f32[n]"], {"assume": ["n is small"]}, "not a fact"),
-        ([], {}, "f cannot be traced"),
+        ([], {}, "no arguments"),
     ],
 )
 def test_wrong_use_is_told(specs: list, options: dict, message: str) -> None:

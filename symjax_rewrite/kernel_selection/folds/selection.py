@@ -59,14 +59,14 @@ from symjax_rewrite.usage_records import ratio_of
 Route = FoldRoute | ClassRoute
 
 
-def known_kernels(kernels: str) -> str:
+def known_kernels(kernels: object) -> str:
     """Return the setting `kernels` unchanged.
 
     Raises:
         UsageError: no such backend.
     """
     known = dict.fromkeys(("auto", "always", "off", *BACKENDS, *SCANS.backends))
-    if kernels not in known:
+    if not isinstance(kernels, str) or kernels not in known:
         raise UsageError("unknown kernels", **choice(kernels, known))
     return kernels
 
