@@ -155,7 +155,7 @@ REFUSED = {
     "unknown kernels": (
         lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
     "several kernels": (
-        lambda: sym_optimize(lora, kernels=["xla", "triton"]), errors.UsageError, "one of auto"),
+        lambda: call(lora, kernels=["xla", "triton"]), errors.UsageError, "one of auto"),
     "an option without a name": (lambda: call(lora, "lora"), errors.UsageError, "rules='lora'"),
     "misspelt option": (
         lambda: call(lora, numeric="exact"), errors.UsageError, "did you mean 'numerics'?"),
