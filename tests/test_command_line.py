@@ -186,7 +186,7 @@ def test_guard_as_json(capsys):
 
 def test_guard_without_a_price_is_unknown(capsys):
     assert main(["guard", "users_module:until", "--args", "f32[8,8]", *CPU]) == 2
-    assert "unknown: no price" in capsys.readouterr().out
+    assert "unknown: without a price: while" in capsys.readouterr().out
 
 
 def test_audit(capsys, tmp_path):

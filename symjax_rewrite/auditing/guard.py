@@ -12,6 +12,7 @@ from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import law_of
 from symjax_rewrite.reports.places import short_place
 from symjax_rewrite.reports.report import Report
+from symjax_rewrite.reports.text import unpriced
 from symjax_rewrite.rewriting.rule import TRANSFORMATIONS
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import ratio_of
@@ -98,7 +99,7 @@ def guard(
         raise _cliff(t, best, other, regret, max_regret)
     if most_bytes is not None and largest.bytes > most_bytes:
         raise _too_large(t, largest, most_bytes, other)
-    note = "" if regret is not None else f"no price: {other.stop}"
+    note = "" if regret is not None else unpriced(other) or f"no price: {other.stop}"
     return GuardResult(regret, largest.bytes, largest.where, t.device.name, note)
 
 
