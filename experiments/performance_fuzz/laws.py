@@ -17,7 +17,8 @@ inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices wit
 product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds of sums over
 features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and
 written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
-`conflict_bytes` and `conflict_s` of `ProductLayouts`.
+`conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
+left one stored transposed; `batched_s` of `ProductLayouts`.
 """
 
 from __future__ import annotations
@@ -344,6 +345,18 @@ def conflicts(count: int = 512) -> None:
         print(f"rows of {row:4}: {1e9 * (across - along) / x.size:.2f} ns an element")
 
 
+def batches() -> None:
+    """Print the times of transposed matrices on the left of products in a batch, beside others.
+
+    XLA's fast library computes products in a batch unless a left matrix is transposed.
+    """
+    for count, m, k, n in itertools.product((64, 512), (8, 32), (16,), (8, 32)):
+        right = array(count, k, n)
+        fast = seconds_of(lambda a, b: a @ b, array(count, m, k), right)
+        slow = seconds_of(lambda a, b: a.swapaxes(1, 2) @ b, array(count, k, m), right)
+        print(f"{count:3} of {m} x {k} x {n}: {1e9 * (slow - fast) / count:.0f} ns a matrix")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -365,6 +378,7 @@ def main() -> None:
         blocks()
         pieces()
         conflicts()
+        batches()
 
 
 if __name__ == "__main__":

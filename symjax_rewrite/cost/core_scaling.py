@@ -72,6 +72,7 @@ LAWS_BY_UNIT = {
     "s/entry": SERIAL,  # of a loop's step, which one thread runs
     "s/element": COMPUTE,
     "s/row": COMPUTE,
+    "s/matrix": COMPUTE,
     "s/piece": SERIAL,
 }
 # The figures for which the unit does not tell.

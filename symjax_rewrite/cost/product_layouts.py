@@ -79,7 +79,10 @@ def swapped_seconds(e: Equation, facts: ProductLayouts) -> float:
         sides.append(Matrix(free, over, first, False))
     batches = math.prod(shape_of(e.eqn.invars[0])[k] for k in axes[1][0])
     left, right = sides
-    return batches * (added_seconds(right, left, facts) - added_seconds(left, right, facts))
+    added = added_seconds(right, left, facts) - added_seconds(left, right, facts)
+    if batches > 1:
+        added += facts.batched_s * (right.first - left.first)
+    return batches * added
 
 
 def column_seconds(

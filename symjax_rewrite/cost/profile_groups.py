@@ -395,6 +395,10 @@ class ProductLayouts:
     across_s: float = quantity(
         "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.5e-9
     )
+    batched_s: float = quantity(
+        "s/matrix", "a transposed one on the left, in a batch: the fast library takes none", LAWS,
+        4.5e-7,
+    )  # fmt: skip
     conflict_bytes: int = quantity(
         "bytes", "the same of rows a multiple of this: a column's lines share places in a cache",
         LAWS, 1 << 11,

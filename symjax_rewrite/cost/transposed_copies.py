@@ -165,7 +165,7 @@ class _Copies:
     def _rate(self, v: int, shape: Sequence[int], order: Sequence[int]) -> float:
         """Return the seconds to move an element of a value to another order of its long axes."""
         if self._is_of_smaller(v):  # computed once more, in this order
-            return self._written(v)
+            return self._written(v) + self._strided_seconds(v, order[-1])
         stride = math.prod(shape[order[-1] + 1 :])
         if stride == 1:  # whole rows are moved
             return min(1.0, self.layouts.moved_row / _unmoved(shape, order)) * self.layouts.copy_s
@@ -196,6 +196,29 @@ class _Copies:
             axes = maker.eqn.params["broadcast_dimensions"]
             return tuple([axes.index(k) for k in order if k in axes])
         return None
+
+    def _strided_seconds(self, v: int, axis: int) -> float:
+        """Return the seconds of an element in which smaller arrays are read at a stride.
+
+        axis: of the value, along which it is computed.
+        """
+        stored = (x for x in cone([(v, axis)], self._with_axis) if not self._is_fused(x[0]))
+        strides = (math.prod(self.avals[u].shape[k + 1 :]) for u, k in stored)
+        return sum(map(self.layouts.copied_each, strides))
+
+    def _with_axis(self, place: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the values that a fused value is computed from and that have one of its axes."""
+        v, axis = place
+        if not self._is_fused(v):
+            return []
+        e = self.makers[v]
+        if e.name == "transpose":
+            axis = e.eqn.params["permutation"][axis]
+        elif e.name == "broadcast_in_dim":
+            axes = e.eqn.params["broadcast_dimensions"]
+            axis = axes.index(axis) if axis in axes else -1
+        shapes = ((u, self.avals[u].shape) for u in e.reads)
+        return [(u, axis) for u, shape in shapes if shape and axis >= 0 and shape[axis] != 1]
 
     def _is_of_smaller(self, v: int) -> bool:
         """Return True for a value that XLA computes anew, cheaply and from smaller arrays."""

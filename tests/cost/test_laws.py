@@ -322,3 +322,24 @@ def test_weighted_rows_are_summed_as_a_product() -> None:
     shape = (1 << 5, 1 << 5, 1 << 10)
     rows = seconds(lambda x: jnp.sum(x * x[:, :, :1], 0), *shape)
     assert 5 * rows < seconds(lambda x: jnp.sum(x * x[:, :1, :1], 0), *shape)
+
+
+def test_values_computed_along_another_axis_read_their_arrays_at_a_stride() -> None:
+    """The gradient of a mixture became a batch of products that read differences turned."""
+
+    def mixture(x: Any, m: Any, s: Any, w: Any) -> Any:
+        z = (x[:, None] - m) * s
+        return jnp.sum(w * jnp.sum(z * z, -1))
+
+    shapes = (4096, 16), (32, 16), (32, 16), (4096, 32)
+    assert not rewritten(jax.grad(mixture, (0, 1, 2)), *shapes).rules
+
+
+@pytest.mark.parametrize(("count", "slower"), [(1, 0), (2, 2), (300, 300)])
+def test_transposed_matrices_of_a_batch_are_left_operands_at_a_price(
+    count: int, slower: int
+) -> None:
+    """XLA's library computes a product with one by one, and 512 of 16 × 32 took twice as long."""
+    assert CPU.layouts is not None
+    turned = copies(lambda a, b: jnp.tanh((a @ b).swapaxes(1, 2)), (count, 8, 4), (count, 4, 6))
+    assert turned * CPU.layouts.copy_s == pytest.approx(slower * CPU.layouts.batched_s, abs=1e-8)
