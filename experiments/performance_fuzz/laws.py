@@ -12,8 +12,9 @@ rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number 
 along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in batches
 of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features with as
 many columns as rows; `square_repeats` of `FusionFacts`. *Repeated*: sums of rows, copied along an
-inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices with few columns;
-`product_row_s` of `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
+inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices with few columns,
+and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and `cached_rows` of
+`MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
 product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds of sums over
 features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and
 written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
@@ -191,10 +192,22 @@ def features(points: int = 600) -> None:
 
 
 def rows(count: int = 200_000) -> None:
-    """Print the times of long matrices of few columns, times small matrices."""
+    """Print the times of long matrices of few columns, times small matrices.
+
+    Then the rates of products with vectors that sum down rows, and of weighted sums of these.
+    """
     for width, out in itertools.product((2, 3, 4, 5, 7, 8, 12, 16), (2, 3, 8)):
         took = seconds_of(lambda x, w: x @ w, array(count, width), array(width, out))
         print(f"{width:2} by {out}: {took / count * 1e9:.2f} ns a row")
+    for size, width in itertools.product(
+        (1 << 20, 5_000_000, 15_000_000), (16, 64, 256, 1024, 8192)
+    ):
+        v, x = array(size // width), array(size // width, width)
+        product, weighted = (
+            seconds_of(f, v, x) for f in (jnp.matmul, lambda v, x: jnp.sum(v[:, None] * x, 0))
+        )
+        rates = (x.nbytes / took / 1e9 for took in (product, weighted))
+        print(f"{size} in rows of {width}: {' and '.join(f'{r:.1f}' for r in rates)} GB/s")
 
 
 def fused_products(width: int = 64) -> None:

@@ -143,6 +143,18 @@ class Device:
         memory = self.memory
         return max(operand_bytes / memory.packed_bytes_per_s, rows * memory.product_row_s)
 
+    def summed_rows_seconds(self, rows: float, width: float, matrix_bytes: float) -> float:
+        """Return the seconds of a product with a vector that sums down the rows of a matrix.
+
+        width: elements of a row.
+        """
+        memory = self.memory
+        row_bytes = matrix_bytes / max(rows, 1.0)
+        short = min(max(2 - row_bytes / memory.short_row_bytes, 0.0), 1.0)
+        uncached = min(max(rows * width / memory.cached_rows - 1, 0.0), 1.0)
+        traffic = 2 * short * uncached * matrix_bytes / self.bytes_per_s
+        return max(rows * memory.product_row_s, traffic)
+
     def page_seconds(self, fresh_bytes: float) -> float:
         """Return the seconds of memory pages that every call requests from the system again.
 
@@ -314,6 +326,7 @@ CPU = Device(
         kept_bytes=32 << 20,
         packed_bytes_per_s=1.5e10,
         product_row_s=3e-9,
+        cached_rows=1 << 21,
         constant_bytes=1 << 28,
         fresh_bytes_per_s=2e9,
         passes_of_write=2.0,

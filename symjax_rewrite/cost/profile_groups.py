@@ -151,6 +151,10 @@ class MemoryFacts:
         LAWS,
         0.0,
     )
+    short_row_bytes: float = quantity(
+        "bytes", "rows that a product with a vector sums down at half the bandwidth", LAWS, 1 << 11
+    )
+    cached_rows: float = quantity("elements", "of such rows; fewer stay cached", LAWS, math.inf)
     cached_terms: float = quantity(
         "1", "factor of the bandwidth, cached pairwise terms", FOLDS, 1.0
     )

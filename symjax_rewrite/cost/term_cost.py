@@ -242,7 +242,8 @@ class CostModel:
             matrix = a if free[0] > free[1] else b
             if batch > 1 or max(free) <= 1 or self._is_along_rows(g, node, matrix):
                 return 0.0
-            return self.device.packing_seconds(0.0, self._count(node.bound))
+            rows, width = self._count(node.bound), max(free)
+            return self.device.summed_rows_seconds(rows, width, self.class_bytes(g, matrix.cls))
         rows = batch * max(*free, self._count(node.bound))
         read = self.class_bytes(g, a.cls) + self.class_bytes(g, b.cls)
         return self.device.packing_seconds(read, rows)

@@ -237,6 +237,20 @@ def test_rows_that_a_product_sums_down_cost_time_beside_a_vector():
     assert down > rows * CPU.memory.product_row_s > 2 * max(along, across)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "rules"),
+    [
+        (312_500, 64, []),  # 3.4 ms as written, 15.7 as a product
+        (100_000, 50, []),
+        (10_000, 100, ["contraction_order"]),
+        (2441, 8192, ["contraction_order"]),  # 8.4 and 3.2
+    ],
+)
+def test_weighted_short_rows_beyond_caches_are_no_product(rows, width, rules):
+    found = rewritten(lambda x, a: jnp.sum(x * a[:, None], 0), (rows, width), (rows,))
+    assert [r.name for r in found.rules] == rules
+
+
 def test_products_over_empty_axes_have_a_price():
     for shapes in (((0, 3), (3, 4)), ((0,), (0, 3)), ((3, 0), (0, 4)), ((0,), (0,))):
         report = sym_optimize(jnp.matmul, device="cpu").explain(*[spec(*s) for s in shapes])
