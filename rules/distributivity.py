@@ -225,10 +225,11 @@ def _inner_terms(
 def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Factor a sum of products: shared factors are taken out.
 
-    A low-rank remainder (a product larger than its factors) is never materialised, unless it
-    depends on frozen weights alone. Right-hand sides of a solve are never added first: if they are
-    large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) loses. A sum that has one
-    value twice is left: x − x is exactly 0, and would not be if each x were taken apart otherwise.
+    A low-rank remainder (a product larger than its factors) is materialised only if it depends on
+    frozen weights alone, or is no larger than the sum and the device's products do not round it.
+    Right-hand sides of a solve are never added first: if they are large where the matrix is,
+    A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) loses. A sum that has one value twice is left: x − x
+    is exactly 0, and would not be if each x were taken apart otherwise.
     """
     if len({*node.args}) < len(node.args):
         return
@@ -395,6 +396,10 @@ def _left_over(
         return counted.coefficient, r.const(1 if is_ring(r.dtype) else 1.0)
     if len(left) > 1 and not all(r.ctx.frozen(f.cls) for f in left):
         read = sorted({i for f in left for i in f.axes if i in out})
-        if r.ctx.count(r.sizes[i] for i in read) > sum(r.ctx.elements(f.cls) for f in left):
+        most = sum(r.ctx.elements(f.cls) for f in left)
+        if not r.ctx.model.device.rounds_operands(r.dtype, precision):
+            # Else a small update would be lost in the rounded sum with a weight.
+            most = max(most, r.ctx.count(r.sizes[i] for i in r.out))
+        if r.ctx.count(r.sizes[i] for i in read) > most:
             raise r.refused(Obstacle.CONFLICT("a low-rank product would become dense"))
     return 1, r.product(left, own, precision=precision, out=out)

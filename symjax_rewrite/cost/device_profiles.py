@@ -45,7 +45,7 @@ from symjax_rewrite.cost.profile_groups import (
 )
 from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
 from symjax_rewrite.errors import UsageError, choice
-from symjax_rewrite.ir.products import HALF
+from symjax_rewrite.ir.products import HALF, is_half
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,18 @@ class Device:
         if dtype == "float32" and usual and "tf32" in self.flops_per_s:
             return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
+
+    def rounds_operands(self, dtype: str, precision: object = None) -> bool:
+        """Return True for half precision, and where tensor cores round operands of a product.
+
+        >>> device_profile("h100").rounds_operands("float32")
+        True
+        >>> device_profile("h100").rounds_operands("float32", "highest")
+        False
+        """
+        if is_half(dtype) or _ALGORITHM.search(str(precision)):
+            return True
+        return self.peak(dtype, precision) > self.peak(dtype, "highest")
 
     def steps_of(self, dtype: str) -> float:
         """Return how many elementwise operations on float32 take the time of one on a dtype."""

@@ -98,6 +98,12 @@ FAMILIES = {
             lambda c, _: (c + (a @ b) @ v, None), a[:, 0], None, 3
         )[0],
     }),
+    "low-rank update of many rows": Family(
+        "nd,do,dr,ro", {"n": 8192, "d": 16, "o": 16, "r": 7}, 1.5, {
+            "apart": lambda x, W, A, B: x @ W + (x @ A) @ B,
+            "subtracted": lambda x, W, A, B: x @ W - (x @ A) @ B,
+        },
+    ),
     "low-rank update": Family("nd,do,dr,ro", {"n": 8, "d": 512, "o": 512, "r": 4}, 1.4, {
         "merged": lambda x, W, A, B: x @ (W + A @ B),
         "update first": lambda x, W, A, B: x @ (A @ B + W),

@@ -1,5 +1,7 @@
 """Samples that break a rule's condition: there it must not fire."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,8 +38,10 @@ MUST_NOT = [
     ("distribute", "nothing is summed", "ij,ij,jk", lambda x, a, b: x * (1 + a), "float32"),
     ("distribute", "a fence", "nd,do,dr,ro", lambda x, W, A, B: x @ keep(W + A @ B), "float32"),
     ("factor", "nothing is shared", "ij,jk,ij,jk", lambda a, b, c, d: a @ b + c @ d, "float32"),
-    ("factor", "a low-rank remainder would become dense", "nd,do,dr,ro",
+    ("factor", "a low-rank remainder would be larger than the sum", "d,do,dr,ro",
      lambda x, W, A, B: x @ W + (x @ A) @ B, "float32"),
+    ("factor", "below float32 an update rounds to nothing", "nd,do,dr,ro",
+     lambda x, W, A, B: x @ W + (x @ A) @ B, "bfloat16"),
     ("factor", "weights stored differently", "nd,do,do",
      lambda x, V, W: x @ V + x @ keep(W.astype(jnp.bfloat16)).astype(jnp.float32), "float32"),
     ("factor", "other indices of the same array", "dd,dd,dd",
@@ -136,3 +140,14 @@ def test_differences_of_far_pairs_are_shifted(near):
     pairs = x[:, None].astype("f8") - y
     error = np.abs(sym_optimize(pull)(x, y) - pairs.sum(1))
     assert (error <= 1e-6 * np.abs(pairs).sum(1)).all()
+
+
+@pytest.mark.parametrize(("precision", "merged"), [(None, False), ("highest", True)])
+def test_low_rank_updates_stay_apart_where_products_round_weights(precision, merged):
+    def adapted(x, W, A, B):
+        mm = partial(jnp.matmul, precision=precision)
+        return mm(x, W) + mm(mm(x, A), B)
+
+    args = [jnp.ones(s, "f4") for s in ((8192, 64), (64, 64), (64, 16), (16, 64))]
+    report = sym_optimize(adapted, device="h100").explain(*args)
+    assert ("factor" in [r.name for r in report.rules]) == merged
