@@ -19,7 +19,8 @@ product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: fol
 features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and
 written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
 `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
-left one stored transposed; `batched_s` of `ProductLayouts`.
+left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a
+row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`.
 """
 
 from __future__ import annotations
@@ -370,6 +371,19 @@ def batches() -> None:
         print(f"{count:3} of {m} x {k} x {n}: {1e9 * (slow - fast) / count:.0f} ns a matrix")
 
 
+def functions(elements: int = 2_000_000) -> None:
+    """Print the times of a function of rows, with broadcasts, without them, and in a reduction."""
+    forms = {
+        "plus a row": lambda x, w: jnp.tanh(x + w),
+        "alone": lambda x, w: jnp.tanh(x),
+        "reduced": lambda x, w: jnp.max(jnp.tanh(x + w), -1),
+    }
+    for width, dtype in itertools.product((8, 12, 16, 32, 40, 64), ("float32", "bfloat16")):
+        x, w = (a.astype(dtype) for a in (array(elements // width, width), array(width)))
+        times = (f"{name} {1e9 * seconds_of(f, x, w) / x.size:.2f}" for name, f in forms.items())
+        print(f"rows of {width:2}, {dtype}: {', '.join(times)} ns an element")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -392,6 +406,7 @@ def main() -> None:
         pieces()
         conflicts()
         batches()
+        functions()
 
 
 if __name__ == "__main__":

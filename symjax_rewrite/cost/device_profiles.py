@@ -327,7 +327,9 @@ CPU = Device(
         least_pairs=1 << 13,
         lanes=16,
     ),
-    functions=FunctionSteps(root=1, short=3, long=8, periodic=55, power=50, scalar=110),
+    functions=FunctionSteps(
+        root=1, short=3, long=8, periodic=55, power=50, scalar=110, unrolled=14, unrolled_row=32
+    ),
     platform="cpu",
     runs_pallas=False,
     half_steps=2.0,

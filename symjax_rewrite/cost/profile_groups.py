@@ -125,6 +125,10 @@ class FunctionSteps:
     scalar: float = quantity(
         "steps/element", "tan, arcs, cbrt, remainders, gamma functions", ELEMENTWISE, 16
     )
+    unrolled: float = quantity(
+        "steps/element", "exp and the like over short rows of broadcasts: not in vectors", LAWS, 0
+    )
+    unrolled_row: int = quantity("elements", "of such a row, at most", LAWS, 0)
 
     def of(self, name: str) -> float:
         """Return the steps of an elementwise primitive; 0 for one that is a single step."""

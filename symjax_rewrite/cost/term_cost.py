@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_known, is_product_with_vector
-from symjax_rewrite.cost.profile_groups import FUNCTIONS
+from symjax_rewrite.cost.node_steps import VECTORISED, functions_of, weight
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.products import HALF
 from symjax_rewrite.ir.sizes import Dim, from_jax, product
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -31,7 +32,6 @@ LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
 ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
 REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-VECTORISED = frozenset(name for name, kind in FUNCTIONS.items() if kind in ("short", "long"))
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
@@ -120,8 +120,9 @@ class Facts(NamedTuple):
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
     traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
-    of the library computes. is_group: True for a reduction or a part
-    whose operands are computed for it alone in its kernel. function: name of its function, or "".
+    of the library computes. is_group: True for a reduction or a part whose operands are computed
+    for it alone in its kernel. function: name of its function, or "". unrolled: further steps of
+    the function where XLA computes it element by element.
     """
 
     node: Node
@@ -137,6 +138,7 @@ class Facts(NamedTuple):
     is_called: bool
     is_group: bool
     function: str
+    unrolled: float
 
 
 class CostModel:
@@ -388,6 +390,7 @@ class CostModel:
         found = Facts(
             node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
             is_called, reduces or kind not in ELEMENTWISE, function,
+            self._steps_unrolled(made, slow * functions),
         )  # fmt: skip
         self._facts[id(node)] = found
         return found
@@ -411,6 +414,22 @@ class CostModel:
         if columns and is_slow and not is_product_with_vector(made, self._makers):
             steps += space * columns.sum_s * folds.fused_steps_per_s
         return steps
+
+    def _steps_unrolled(self, made: Equation | None, functions: float) -> float:
+        """Return the further steps of a function whose rows of broadcasts are short.
+
+        LLVM unrolls the loop over such a row, and calls the function for single elements. It
+        computes a row of one vector (half the lanes) at once, and half precision in vectors.
+        """
+        f = self.device.functions
+        if made is None or made.name not in VECTORISED:
+            return 0.0
+        out: Any = made.eqn.outvars[0].aval
+        sizes = tuple(map(from_jax, out.shape))
+        is_short = self.device.folds.lanes / 2 < self._count(sizes[-1:]) <= f.unrolled_row
+        if not is_short or str(out.dtype) in HALF:
+            return 0.0
+        return max(f.unrolled * self._count(sizes) - functions, 0.0)
 
     @cached_property
     def _makers(self) -> dict[int, Equation]:
@@ -487,7 +506,7 @@ class CostModel:
                         whole = called.get(cls, arg)
                         is_part = f.is_called or below.bytes < facts[whole].bytes
                         called[arg] = arg if is_part else whole
-        work = in_one([facts[c].work for c in stack])
+        work = _work_of([facts[c] for c in stack], [facts[c] for c, _ in read])
         made, flops = facts[root].bytes, facts[root].flops
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
             return max(sum(read.values()) - made, 0.0), work, 0.0
@@ -539,35 +558,16 @@ class CostModel:
         return Cost(flops, elementwise, moved, launches)
 
 
-def weight(node: Node) -> float:
-    """Return the operations per element of an elementwise node; a function is one operation."""
-    if node.op == op.MAP:
-        return 1.0
-    if node.op in (op.ADD, op.CONTRACT):
-        scales = sum(c not in (1, -1) for c in node.attr) if node.op == op.ADD else 0
-        return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
-    return 1.0 if node.op == op.REDUCE else 0.5
+def _work_of(kernel: list[Facts], read: list[Facts]) -> ElementwiseWork:
+    """Return the elementwise work of the kernel of some nodes.
 
-
-def functions_of(node: Node, device: Device) -> float:
-    """Return the steps of a node's function beside its arithmetic, by `folds.fused_steps_per_s`."""
-    if node.op != op.MAP:
-        return 0.0
-    if node.attr[0] != "integer_pow":
-        return device.functions.of(node.attr[0])
-    division = device.functions.of("div") if is_inverse_power(node) else 0.0
-    return (_multiplications(node) - 1.0) * device.folds.chained + division
-
-
-def _multiplications(node: Node) -> int:
-    """Return the multiplications of an integer power, by squaring; at least one."""
-    power = abs(dict(node.attr[1])["y"])
-    return max(power.bit_length() + power.bit_count() - 2, 1)
-
-
-def is_inverse_power(node: Node) -> bool:
-    """Return True for an integer power that divides."""
-    return node.op == op.MAP and node.attr[0] == "integer_pow" and dict(node.attr[1])["y"] < 0
+    It has loops over short rows if it reads broadcasts and has no reduction.
+    """
+    work = in_one([f.work for f in kernel])
+    unrolled = 0.0 if work.reduces else sum([f.unrolled for f in kernel])
+    if not unrolled or min([f.bytes for f in read], default=math.inf) >= kernel[0].bytes:
+        return work
+    return work._replace(functions=work.functions + unrolled)
 
 
 def reachable(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from symjax_rewrite.cost.term_cost import weight
+from symjax_rewrite.cost.node_steps import weight
 from symjax_rewrite.ir.dataflow import Needed, connected, node_of, walk
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.index_tests import is_indicator

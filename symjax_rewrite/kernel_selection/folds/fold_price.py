@@ -16,8 +16,9 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.node_steps import functions_of, weight
 from symjax_rewrite.cost.profile_groups import FoldFacts
-from symjax_rewrite.cost.term_cost import Cost, CostModel, functions_of, itemsize, weight
+from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.sizes import from_jax

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
+from symjax_rewrite.cost.node_steps import is_inverse_power
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
-from symjax_rewrite.cost.term_cost import is_dot, is_inverse_power, itemsize
+from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node

@@ -1,0 +1,39 @@
+"""The arithmetic of an elementwise node: its operations, and the steps of its function."""
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import FUNCTIONS
+from symjax_rewrite.ir import term as op
+from symjax_rewrite.ir.term import Node
+
+VECTORISED = frozenset(name for name, kind in FUNCTIONS.items() if kind in ("short", "long"))
+
+
+def weight(node: Node) -> float:
+    """Return the operations per element of an elementwise node; a function is one operation."""
+    if node.op == op.MAP:
+        return 1.0
+    if node.op in (op.ADD, op.CONTRACT):
+        scales = sum(c not in (1, -1) for c in node.attr) if node.op == op.ADD else 0
+        return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
+    return 1.0 if node.op == op.REDUCE else 0.5
+
+
+def functions_of(node: Node, device: Device) -> float:
+    """Return the steps of a node's function beside its arithmetic, by `folds.fused_steps_per_s`."""
+    if node.op != op.MAP:
+        return 0.0
+    if node.attr[0] != "integer_pow":
+        return device.functions.of(node.attr[0])
+    division = device.functions.of("div") if is_inverse_power(node) else 0.0
+    return (_multiplications(node) - 1.0) * device.folds.chained + division
+
+
+def _multiplications(node: Node) -> int:
+    """Return the multiplications of an integer power, by squaring; at least one."""
+    power = abs(dict(node.attr[1])["y"])
+    return max(power.bit_length() + power.bit_count() - 2, 1)
+
+
+def is_inverse_power(node: Node) -> bool:
+    """Return True for an integer power that divides."""
+    return node.op == op.MAP and node.attr[0] == "integer_pow" and dict(node.attr[1])["y"] < 0
