@@ -236,7 +236,7 @@ def centred(x, y, w):
 CORRELATED = {
     "the mean of all pairs, rounded twice": (pairs, "in_grad", "random", (56, 116, 196, 233, 263)),
     "products of pairs, factored for one of their readers": (
-        lambda x, y, w: pairs(x @ w, y @ w), "in_grad", "random", (11,)
+        lambda x, y, w: pairs(x @ w, y @ w), "in_grad", "random", (11, 174)
     ),
     "centred products, opened beside their mean": (centred, "in_second", "wide", (0, 10)),
 }  # fmt: skip
