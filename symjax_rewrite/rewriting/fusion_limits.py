@@ -62,6 +62,7 @@ from symjax_rewrite.rewriting.selected_extrema import extremum_of
 RULE = (STORED, LOCALITY)
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 FUSED = ELEMENTWISE | VIEWS
+BARRIER = "optimization_barrier"
 DTYPES = ("float32",)
 
 
@@ -475,8 +476,9 @@ def _repeated_results(found: list[Equation], r: Fused) -> Iterator[Candidate]:
         places = zip(
             spread.eqn.params["broadcast_dimensions"], shape_of(spread.eqn.invars[0]), strict=True
         )
-        own = {k for k, n in places if n == shape[k]}
-        pieces = math.prod(shape[: min({*range(len(shape))} - own)])
+        repeated = {*range(len(shape))} - {k for k, n in places if n == shape[k]}
+        innermost = min(k for k in repeated if {*range(k, max(repeated))} <= repeated)
+        pieces = math.prod(shape[:innermost])
         both_s = math.prod(shape) * 4 / device.bytes_per_s + device.launch_s
         seconds = both_s + facts.repeated_s * pieces, both_s + facts.stored_s * _made(e)
         if math.prod(shape) >= facts.least_elements and r.pays(*seconds):
@@ -495,6 +497,9 @@ def _repetition(e: Equation, r: Fused) -> Equation | None:
         if len(users) != 1:
             return None
         (u,) = users
+        if u.name == BARRIER:  # XLA removes it before it fuses
+            v = u.outvals[u.invals.index(v)]
+            continue
         if u.name in VIEWS:
             found = u if found is None and _made(u) > _read(u) else found
         elif found is not None:

@@ -120,6 +120,8 @@ def repeated(x, *more):
         (lambda x: repeated(x, 8), 1),
         (lambda x: repeated(x, 8).reshape(-1), 1),
         (lambda x: jnp.concatenate([repeated(x, 8), x], 1), 1),
+        (lambda x: jnp.broadcast_to(jnp.max(x, 1)[:, None], (9, len(x), 5)), 1),
+        (lambda x: jnp.repeat(lax.optimization_barrier(jnp.max(x, 1)), 8), 1),
         (lambda x: repeated(x, 8) + x[0, :8], 0),
         (lambda x: jnp.broadcast_to(jnp.max(x, 1), (8, len(x))), 0),
         (lambda x: jnp.broadcast_to(jnp.max(x[:20], 1)[:, None], (20, 8000)), 0),
