@@ -43,7 +43,7 @@ def chosen(
     )
     choice.refuse(
         _copying(program, choice.left, device, staged),
-        Obstacle.COST("the transposed copies that it needs take the time that it saves"),
+        Obstacle.COST("copies in other orders of axes, or reads across rows, take what it saves"),
     )
     choice.refuse(
         _repeated(choice.left),
@@ -101,7 +101,7 @@ def _group(c: Candidate) -> object:
 def _removed_copies(
     program: Program, found: Sequence[Candidate], device: Device, staged: Staged
 ) -> dict[object, float]:
-    """Return by group the seconds of the transposed copies that go with candidates.
+    """Return by group the seconds of transposed copies, and reads across rows, that candidates end.
 
     The groups are those of candidates that gain too little by themselves, and enough beside these.
     Small copies say nothing: calls of a small program differ by more.
@@ -173,7 +173,7 @@ def _small(
 def _copying(
     program: Program, found: Sequence[Candidate], device: Device, staged: Staged
 ) -> list[Candidate]:
-    """Return the candidates that gain too little beside the transposed copies that they need."""
+    """Return the candidates that gain too little beside the orders of axes that they need."""
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
     if not unpriced or device.layouts is None:
         return []
