@@ -133,7 +133,7 @@ class Options:
             ("verify", self.verify, ("off", "first", "always", "warn")),
             ("on_unsupported", self.on_unsupported, ("keep", "error")),
         ):
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 raise UsageError(f"unknown {name}", **choice(value, allowed))
         if not isinstance(self.tune, bool):
             raise UsageError("tune must be a bool", expected="True or False", got=repr(self.tune))

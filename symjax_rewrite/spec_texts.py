@@ -1,8 +1,8 @@
 """Specs of arguments as text, and trees of them.
 
-`f32[b,4096]`, or `float32[b,4096]`, is an array; letters are named sizes. Tuples, lists and
-dictionaries are written as in Python: `{'w': f32[64,64], 'b': f32[64]}`. A number, a string, True,
-False or None is itself.
+`f32[b,4096]`, or `float32[b,4096]`, is an array; letters are named sizes. `key[]` is a random key of
+JAX's default kind. Tuples, lists and dictionaries are written as in Python:
+`{'w': f32[64,64], 'b': f32[64]}`. A number, a string, True, False or None is itself.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def _value(node: ast.expr, text: str, scope: export.SymbolicScope) -> Any:
 
 def _array(node: ast.Subscript, text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
     name = node.value.id if isinstance(node.value, ast.Name) else ""
-    dtype = DTYPES.get(name, name)
-    if dtype not in SHORT:
+    dtype: Any = DTYPES.get(name, name)
+    if dtype == "key":
+        dtype = jax.eval_shape(jax.random.key, 0).dtype
+    elif dtype not in SHORT:
         raise _not_a_spec(text)
     inner = node.slice
     sizes = [ast.unparse(e) for e in (inner.elts if isinstance(inner, ast.Tuple) else [inner])]

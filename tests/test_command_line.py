@@ -235,6 +235,11 @@ def test_tree_is_parsed_with_one_scope_of_names():
     assert (given.static_argnums, given.static_argnames) == ((1, 2), ("k",))
 
 
+def test_random_keys_are_parsed():
+    keys = parse_argument("key[3]", export.SymbolicScope())
+    assert keys == jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+
+
 @pytest.mark.parametrize(
     "text", ["f32[", "f31[3]", "x", "f(3)", "{**a}", "f32[3][4]", "__import__"]
 )

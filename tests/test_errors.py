@@ -125,6 +125,7 @@ REFUSED = {
     "approx of no number": (
         lambda: sym_optimize(lora, numerics="approx(nan)"), errors.UsageError, "approx"),
     "unknown verify": (lambda: sym_optimize(lora, verify="yes"), errors.UsageError, "verify"),
+    "verify of an array": (lambda: call(lora, verify=jnp.ones(2)), errors.UsageError, "verify"),
     "unknown on_unsupported": (
         lambda: sym_optimize(lora, on_unsupported="die"), errors.UsageError, "on_unsupported"),
     "unknown device": (

@@ -36,14 +36,18 @@ class Prepared:
         self._cases = cases
         self._closed: Callable[..., Any] | None = None
         if _closed_over(cases.frozen, cases.optimiser.device):
-            self._closed = jax.jit(_inlined(cases), static_argnames=sorted(cases.statics))
+            names = {"static_argnames": cases.statics, "donate_argnames": cases.donated}
+            named: Any = {k: sorted(v) for k, v in names.items()}
+            self._closed = jax.jit(_inlined(cases), **named, **cases.settings)
         self.__name__, self.__doc__ = cases.name, cases.fun.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._closed is not None:
             return self._closed(*args, **kwargs)
         case, leaves = self._cases.of(args, kwargs)
-        return jax.tree.unflatten(case.out_tree, case.run(case.constants, leaves))
+        given = [x for x, is_given in zip(leaves, case.donated, strict=True) if is_given]
+        kept = [x for x, is_given in zip(leaves, case.donated, strict=True) if not is_given]
+        return jax.tree.unflatten(case.out_tree, case.run(case.constants, kept, given))
 
     def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the arrays computed once for arguments of these shapes."""
@@ -78,11 +82,16 @@ def _inlined(cases: _Cases) -> Callable[..., Any]:
 
 @dataclass
 class _Cases:
-    """The prepared constants and the remaining function, for every set of shapes."""
+    """The prepared constants and the remaining function, for every set of shapes.
+
+    statics, donated: names of arguments. settings: what else the user gave to `jax.jit`.
+    """
 
     optimiser: Optimiser
     fun: Callable[..., Any]
     statics: set[str]
+    donated: set[str]
+    settings: dict[str, Any]
     frozen: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -99,7 +108,8 @@ class _Cases:
         key = (tree, tuple(jax.typeof(x) for x in leaves), tuple(sorted(static.items())))
         case = self._found.get(key)
         if case is None:
-            case = self._made(leaves, tree, static)
+            flags = {k: jax.tree.map(lambda _, k=k: k in self.donated, moving[k]) for k in moving}
+            case = self._made(leaves, tree, static, jax.tree.leaves(flags))
             if not case.over:
                 self._found[key] = case
         return case, [*leaves, *case.over]
@@ -115,7 +125,9 @@ class _Cases:
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def _made(self, leaves: list[Any], tree: Any, static: dict[str, Any]) -> _Case:
+    def _made(
+        self, leaves: list[Any], tree: Any, static: dict[str, Any], donated: list[bool]
+    ) -> _Case:
         known, known_tree = jax.tree.flatten(self.frozen)
 
         def flat(known_leaves: list[Any], moving_leaves: list[Any]) -> Any:
@@ -141,8 +153,10 @@ class _Cases:
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
             constants = list(jax.jit(parts.run_first)(known))
         over = list(values[len(known) + len(leaves) :])
-        run = parts.run_last
-        return _Case(result, out_tree, constants, run, jax.jit(run), over)
+        donated = [*donated, *[False] * len(over)]
+        run = _joining(parts.run_last, donated)
+        jitted = jax.jit(run, donate_argnums=2, **self.settings)
+        return _Case(result, out_tree, constants, parts.run_last, jitted, over, donated)
 
     def _cheapest(self, closed: ClosedJaxpr, known: int) -> tuple[Result, ClosedJaxpr]:
         """Return the decision whose remaining program costs less, and the program that it emits.
@@ -169,6 +183,16 @@ class _Cases:
         return seconds, program_flops(remaining, device)
 
 
+def _joining(rest: Callable[..., Any], donated: list[bool]) -> Callable[..., Any]:
+    """Return a function whose donated leaves are an argument of their own."""
+
+    def run(constants: list[Any], kept: list[Any], given: list[Any]) -> Any:
+        leaves = {True: iter(given), False: iter(kept)}
+        return rest(constants, [next(leaves[is_given]) for is_given in donated])
+
+    return run
+
+
 def _closed_over(frozen: dict[str, Any], device: Device) -> bool:
     """Return True if the frozen constants become constants of the compiled program.
 
@@ -185,7 +209,7 @@ class _Case(NamedTuple):
     """One set of shapes: its constants, the remaining function, and its compiled form.
 
     over: captured tracers, which are the last arguments. A case with captured tracers serves one
-    call.
+    call. donated: True for leaves that the compiled form may overwrite.
     """
 
     result: Result
@@ -194,6 +218,7 @@ class _Case(NamedTuple):
     rest: Callable[..., Any]
     run: Callable[..., Any]
     over: list[Any]
+    donated: list[bool]
 
 
 def prepare(
@@ -214,12 +239,19 @@ def prepare(
             expected=", ".join(options.frozen) or "no names: pass frozen=(...) to sym_optimize",
             got=", ".join(values) or "nothing",
         )
+    statics, donated = (_named_by(settings, kind, fun) for kind in ("static", "donate"))
+    kept = {k: settings[k] for k in ("compiler_options", "backend") if k in settings}
+    cases = _Cases(optimiser, fun, statics, donated - {*values}, kept, dict(values))
+    return Prepared(cases)
+
+
+def _named_by(settings: dict[str, Any], kind: str, fun: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments that `{kind}_argnums` and `{kind}_argnames` mean."""
     names = list(inspect.signature(fun).parameters)
-    numbers, texts = (settings.get(f"static_{kind}") or () for kind in ("argnums", "argnames"))
+    numbers, texts = (settings.get(f"{kind}_{by}") or () for by in ("argnums", "argnames"))
     numbers = (numbers,) if isinstance(numbers, int) else numbers
     texts = (texts,) if isinstance(texts, str) else texts
-    statics = {*texts, *(names[n] for n in numbers)}
-    return Prepared(_Cases(optimiser, fun, statics, dict(values)))
+    return {*texts, *(names[n] for n in numbers)}
 
 
 def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:

@@ -19,7 +19,7 @@ import inspect
 import re
 import typing
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -60,12 +60,12 @@ def parse_dims(dims: Any, fun: Callable[..., Any]) -> tuple[Shape | None, ...]:
     Raises:
         UsageError: an axis is neither a name nor a number, or an argument is not annotated.
     """
-    if dims == ANNOTATIONS:
+    if isinstance(dims, str) and dims == ANNOTATIONS:
         return _annotated(fun)
-    if not isinstance(dims, str | Iterable):
+    texts = dims.split(",") if isinstance(dims, str) else dims
+    if not isinstance(texts, Sequence) or not all(isinstance(t, str | None) for t in texts):
         expected = 'text such as "b T 64, 64 d", or "annotations"'
         raise UsageError("not names of sizes", expected=expected, got=repr(dims))
-    texts = dims.split(",") if isinstance(dims, str) else list(dims)
     return tuple(None if text is None else _shape(text) for text in texts)
 
 

@@ -3,13 +3,16 @@
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.api import frozen_arguments
 from symjax_rewrite.testing.assertions import assert_equivalent
 from tests.programs import A, B, W, X, lora, normal
 
@@ -72,6 +75,25 @@ def test_frozen_pytrees_keywords_and_statics():
     np.testing.assert_allclose(prepared(X, mode="tanh", bias=1.0), wanted, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(prepared(x=X, mode="plain"), lora(X, W, A, B), rtol=1e-3, atol=1e-2)
     assert (prepared.__name__, prepared.__doc__) == ("f", None)
+
+
+@pytest.mark.parametrize("closed_over", [True, False])
+def test_prepared_functions_donate_and_compile_as_asked(closed_over, monkeypatch):
+    if not closed_over:  # as on GPUs, and for large weights
+        monkeypatch.setattr(frozen_arguments, "_closed_over", lambda *_: False)
+    options = {"xla_cpu_enable_fast_math": "of course"}  # JAX passes it on, XLA refuses it
+    for numbers, names, refused in ((2, (), {}), ((), "state", {}), (0, (), options)):
+        f = jax.jit(
+            lambda x, w, state: (x @ w, state + 1),
+            donate_argnums=numbers,
+            donate_argnames=names,
+            compiler_options=refused,
+        )
+        prepared = sym_optimize(f, frozen="w").prepare(w=W)
+        x, state = X + 0, X + 1
+        with pytest.raises(Exception, match="fast_math") if refused else nullcontext():
+            prepared(x, state)
+            assert (x.is_deleted(), state.is_deleted()) == (False, True)
 
 
 def test_prepared_serves_several_shapes():

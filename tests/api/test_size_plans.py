@@ -225,7 +225,7 @@ def test_gradients_of_a_planned_function(runs):
     np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dims", ["b T-1 8", "b ...", "annotations"])
+@pytest.mark.parametrize("dims", ["b T-1 8", "b ...", "annotations", b"b T", [8]])
 def test_malformed_names_of_sizes_are_refused(dims):
     with pytest.raises(UsageError):
         sym_optimize(attention, dims=dims)
