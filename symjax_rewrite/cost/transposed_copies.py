@@ -55,7 +55,9 @@ def transposed_seconds(
                 order = range(len(e.eqn.params["permutation"]))
                 seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, order)
             else:
-                seconds += sum(swapped_seconds(p, device.layouts) for p in found.products)
+                # `placed_products` prices the matrix product that a transposition itself reads.
+                if found.equations or _rank(e) > 2:
+                    seconds += sum(swapped_seconds(p, device.layouts) for p in found.products)
                 aval: Any = e.eqn.invars[0].aval
                 seconds += sum(copies.of(v, aval, found.order) for v in found.stored)
         elif _multiplies(e):

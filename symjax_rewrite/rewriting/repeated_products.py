@@ -87,10 +87,11 @@ def _repeated(t: TermGraph, need: Needed, model: CostModel) -> Iterator[tuple[in
         for v in views:
             views += [r.outvals[0] for r in users.get(v, ()) if r.name in VIEWS]
         readers = [r for v in views for r in users.get(v, ()) if id(r) not in ours]
+        size = math.prod(map(model.at, t.sizes[value])) * itemsize(c.dtype)
+        pages = model.device.page_seconds(size)
         if not outputs.isdisjoint(views) or any(r.name not in SPREADING for r in readers):
-            size = math.prod(map(model.at, t.sizes[value]))
-            after += copy_seconds(size * itemsize(c.dtype), model.device)
-        yield cls, equation_seconds(e.eqn, model.device), after
+            after += copy_seconds(size, model.device) + pages
+        yield cls, equation_seconds(e.eqn, model.device) + pages, after
 
 
 def repeats(t: TermGraph, cls: int) -> Equation | None:

@@ -12,6 +12,7 @@ from jax import lax
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.node_steps import functions_of
+from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term import MAP, Node
@@ -101,6 +102,14 @@ def test_long_rows_that_are_moved_as_a_whole_cost_little() -> None:
         copies(lambda a: jnp.sin(a.swapaxes(0, 1)), (512 // n, 512, n)) for n in (8, 256)
     )
     assert short == pytest.approx(512 * 512) and long < short / 8
+
+
+def test_the_transposed_result_of_a_product_is_priced_once() -> None:
+    """The price of a product knows its transposed result, and a copy of it has no price."""
+    closed = jax.make_jaxpr(lambda a, b: (a.T @ b).T)(*[spec(1 << 20, n) for n in (28, 2)])
+    written = layout_seconds(flatten(closed), CPU)
+    closed = jax.make_jaxpr(lambda a, b: b.T @ a)(*[spec(1 << 20, n) for n in (28, 2)])
+    assert written == layout_seconds(flatten(closed), CPU) > 0
 
 
 @pytest.mark.parametrize("chain", [lambda c: c, lambda c: -c, lambda c: c * jnp.tanh(c) + 1])
