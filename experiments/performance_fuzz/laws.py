@@ -20,7 +20,9 @@ features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last 
 written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
 `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
 left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a
-row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`.
+row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*:
+weighted means by a function of pairs, by the features of a value; `library_features` and
+`library_shifted` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -384,6 +386,21 @@ def functions(elements: int = 2_000_000) -> None:
         print(f"rows of {width:2}, {dtype}: {', '.join(times)} ns an element")
 
 
+def streams(rows: int = 8192, columns: int = 2232) -> None:
+    """Print the times of weighted means whose weights the library stores, or computes in blocks."""
+
+    def means(p: Any, v: Any) -> Any:
+        return (p @ v) / jnp.sum(p, axis=1, keepdims=True)
+
+    forms = {
+        "powers": lambda x, y, v: means((x * y + 1) ** 3, v),
+        "softmax": lambda x, y, v: jax.nn.softmax(x * y, axis=1) @ v,
+    }
+    for width, (name, f) in itertools.product((1, 2, 4, 5, 8, 16), forms.items()):
+        took = seconds_of(f, array(rows, 1), array(1, columns), array(columns, width))
+        print(f"{name}, {width:2} features: {1e9 * took / (rows * columns):.2f} ns a pair")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -407,6 +424,7 @@ def main() -> None:
         conflicts()
         batches()
         functions()
+        streams()
 
 
 if __name__ == "__main__":

@@ -313,6 +313,8 @@ CPU = Device(
         streams_batches=jax.__version_info__ >= (0, 11),
         library_rows=4096,
         library_columns=640,
+        library_features=5 if jax.__version_info__ < (0, 11) else math.inf,
+        library_shifted=2 if jax.__version_info__ < (0, 11) else math.inf,
         transposed_bytes_per_s=2e9,
         piece_s=3e-9,
         block_s=5e-6,

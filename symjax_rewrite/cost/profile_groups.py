@@ -204,6 +204,14 @@ class FoldFacts:
     library_columns: float = quantity(
         "columns", "of which that call stores the weights of all rows", NO_SCRIPT, 0
     )
+    library_features: float = quantity(
+        "features", "of the result, from which on that call stores no term that is computed "
+        "element by element",
+        LAWS, math.inf,
+    )  # fmt: skip
+    library_shifted: float = quantity(
+        "features", "the same, where the greatest score of a row is subtracted", LAWS, math.inf
+    )
     transposed_bytes_per_s: float = quantity(
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )

@@ -32,7 +32,6 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     is_product,
 )
 from symjax_rewrite.kernel_selection.folds.written_terms import (
-    are_short_rows,
     copied_bytes,
     fused_terms,
     is_all_in_library,
@@ -43,6 +42,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     is_streamed,
     largest_bytes,
     rows_reduced,
+    stores_no_term,
     transposed_pairs_seconds,
     written_terms,
 )
@@ -90,7 +90,7 @@ def compared(
     """
     library = is_in_library(t, cluster, device)
     inside = library and is_all_in_library(t, cluster)
-    few = inside and are_short_rows(cluster, device)
+    few = inside and stores_no_term(t, cluster, device)
     moved_s = transposed_pairs_seconds(t, cluster, device)
     streamed = not moved_s and (few or is_streamed(t, cluster, device))
     fresh = 0 if streamed else bytes_whole(t, cluster, device, library)

@@ -119,11 +119,32 @@ def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
     return known and maps <= KNOWN
 
 
-def are_short_rows(cluster: Cluster, device: Device) -> bool:
-    """Return True for a softmax without a batch of which the library never stores all weights."""
-    columns = max(m.pairs // rows_reduced(m) for m in cluster.members)
-    apart = all(len(m.space) == 2 for m in cluster.members)
-    return apart and columns < device.folds.library_columns
+def stores_no_term(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+    """Return True for a softmax without a batch of which the library never stores all weights.
+
+    Its rows are short, or its scores are computed element by element, without a product or a sum.
+    """
+    if not all(len(m.space) == 2 for m in cluster.members):
+        return False
+    folds = device.folds
+    if max(m.pairs // rows_reduced(m) for m in cluster.members) < folds.library_columns:
+        return True
+    shifted = any(m.reduction.kind == "max" for m in cluster.members)
+    least = folds.library_shifted if shifted else folds.library_features
+    return max(_features(t, m) for m in cluster.members) >= least and all(
+        is_elementwise(node_of(t.graph, c)) and not _is_sum(t, c) for c in cluster.classes()[0]
+    )
+
+
+def _features(t: TermGraph, m: ClusterMember) -> int:
+    """Return the elements of a reduction's result for each of its rows."""
+    return elements(t, m.reduction.cls) // rows_reduced(m)
+
+
+def _is_sum(t: TermGraph, cls: int) -> bool:
+    """Return True for a sum, also one over an axis of size 1, which the library computes."""
+    made = t.maker_of(cls)
+    return made is not None and made.name == "reduce_sum"
 
 
 def largest_bytes(t: TermGraph, cluster: Cluster) -> int:
