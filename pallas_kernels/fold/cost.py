@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
-from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, result_axes, terms_of
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    FoldSpec,
+    result_axes,
+    runs_across,
+    terms_of,
+    weights_of,
+)
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, columns_visited, xla_blocks
 
 RATES = {  # of the products of each CUDA backend, among the figures of folds
@@ -96,6 +104,42 @@ def pieces_moved(spec: FoldSpec, blocks: Blocks) -> float:
         return times * math.prod(held[: max(cut[-1:] + transposed)])
 
     return sum(map(pieces, (*[o.axes for o in spec.operands], *result_axes(spec))))
+
+
+def orders_moved(
+    spec: FoldSpec, blocks: Blocks
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the arrays that blocks hold in another order of their axes: operands, then results.
+
+    An operand counts if no loop cuts it. Products read their rows and features in either order,
+    after the batch axes that a block holds. Of a result that loops cut, the axes count that its
+    blocks hold whole, and those beside: `pieces_moved` has the batch.
+
+    Yields:
+        The shape of an array, and its axes longer than 1 in the order of the copy.
+    """
+    looped = {a for a, n in blocks.counts(spec).items() if n > 1}
+    looped |= {spec.row} if blocks.rows < spec.rows else set()
+    looped |= {spec.col} if blocks.cols < spec.cols else set()
+    shared = (*spec.batch, spec.row, spec.col)
+    multiplied = {*spec.contracted, *weights_of(spec)}
+
+    def moved(stored: Sequence[str], wanted: Sequence[str]) -> Iterator[Any]:
+        order = tuple([stored.index(a) for a in wanted if spec.extent(a) > 1])
+        if list(order) != sorted(order):
+            yield tuple(map(spec.extent, stored)), order
+
+    for k, operand in enumerate(spec.operands):
+        features = spec.features(k)
+        side = [a for a in (spec.row, spec.col) if a in operand.axes]
+        lead = [a for a in blocks.inner if a in operand.axes]
+        either = k in multiplied and [*operand.axes] == [*lead, *features, *side]
+        if not (looped & {*operand.axes} or runs_across(spec, k) or either):
+            yield from moved(operand.axes, [*lead, *side, *features])
+    for axes in result_axes(spec):
+        kept = [a for a in shared if a in axes and (a not in spec.batch or not looped & {*axes})]
+        made = [*kept, *(a for a in axes if a not in shared)]
+        yield from moved(made, [a for a in axes if a in made])
 
 
 def result_bytes(spec: FoldSpec) -> int:

@@ -7,6 +7,7 @@ not support the operations that the group prices. Imports nothing of the package
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
@@ -444,6 +445,20 @@ class ProductLayouts:
         if 4 * stride % self.conflict_bytes == 0:
             return self.conflict_s
         return min(1.0, (stride - 1) / (self.moved_row - 1)) * self.copy_s
+
+    def moved_each(self, shape: Sequence[int], order: Sequence[int]) -> float:
+        """Return the seconds of an element of an array that is copied in another order of its axes.
+
+        order: of the axes longer than 1. Whole rows along the last axes are moved fast.
+        """
+        long = sorted(order)
+        moved = [k for k, inner in zip(long, order, strict=True) if k != inner]
+        if not moved:
+            return 0.0
+        stride = math.prod(shape[order[-1] + 1 :])
+        if stride > 1:
+            return self.copied_each(stride)
+        return min(1.0, self.moved_row / math.prod(shape[max(moved) + 1 :])) * self.copy_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,10 +168,7 @@ class _Copies:
         """Return the seconds to move an element of a value to another order of its long axes."""
         if self._is_of_smaller(v):  # computed once more, in this order
             return self._written(v) + self._strided_seconds(v, order[-1])
-        stride = math.prod(shape[order[-1] + 1 :])
-        if stride == 1:  # whole rows are moved
-            return min(1.0, self.layouts.moved_row / _unmoved(shape, order)) * self.layouts.copy_s
-        return self.layouts.copied_each(stride)
+        return self.layouts.moved_each(shape, order)
 
     def _written(self, v: int) -> float:
         """Return the seconds to write an element of a value."""
@@ -231,13 +228,6 @@ class _Copies:
     def _is_fused(self, v: int) -> bool:
         maker = self.makers.get(v)
         return maker is not None and maker.name in FUSED
-
-
-def _unmoved(shape: Sequence[int], order: Sequence[int]) -> int:
-    """Return the elements of a row along the last axes, which keep their order."""
-    long = sorted(order)
-    moved = [k for k, inner in zip(long, order, strict=True) if k != inner]
-    return math.prod(shape[max(moved) + 1 :])
 
 
 def _whole(maker: Equation, axes: int) -> list[tuple[int, Any]]:

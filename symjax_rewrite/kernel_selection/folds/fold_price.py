@@ -15,38 +15,33 @@ from typing import NamedTuple
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.node_steps import functions_of, weight
 from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
-from symjax_rewrite.ir.dataflow import node_of, postorder
+from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.sizes import from_jax
-from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
+from symjax_rewrite.ir.term import CONTRACT, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     elements,
-    is_elementwise,
-    is_product,
+)
+from symjax_rewrite.kernel_selection.folds.written_price import (
+    bytes_whole,
+    seconds_streamed,
+    seconds_whole,
 )
 from symjax_rewrite.kernel_selection.folds.written_terms import (
     copied_bytes,
-    fused_terms,
     is_all_in_library,
     is_arithmetic,
     is_in_library,
-    is_masked,
-    is_reduction,
     is_streamed,
     largest_bytes,
-    rows_reduced,
     stores_no_term,
     transposed_pairs_seconds,
-    written_terms,
 )
-from symjax_rewrite.kernel_selection.partial_sort import SELECTED
 from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
@@ -99,25 +94,13 @@ def compared(
     fresh += copies
     fast = with_temporaries(device, fresh)
     if streamed:
-        whole = _seconds_streamed(t, cluster, fast)
+        whole = seconds_streamed(t, cluster, fast)
     elif inside and not copies:
         apart = min(fresh, largest_bytes(t, cluster))  # the library allocates each term by itself
-        whole = _seconds_streamed(t, cluster, fast) + device.page_seconds(apart)
+        whole = seconds_streamed(t, cluster, fast) + device.page_seconds(apart)
     else:
         whole = seconds_whole(t, cluster, fast) + device.page_seconds(fresh)  # of all its values
     return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
-
-
-def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
-    """Return seconds of products and their reductions in one loop, which writes no term."""
-    choice, mine, reduced, _ = written_terms(t, cluster)
-    model = CostModel(device, t.number, terms=t)
-    facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
-    products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
-    steps = sum(model.chained_seconds(facts[c].work) for c in mine if facts[c].flops is None)
-    steps += _feature_steps(t, cluster, device.folds) / device.folds.fused_steps_per_s
-    return products + max(steps, moved / device.bytes_per_s)
 
 
 def with_temporaries(device: Device, fresh: float) -> Device:
@@ -208,153 +191,6 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     return math.inf if found is None else found[1]
 
 
-def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
-    """Return seconds of the pairwise terms and their reductions as written.
-
-    Fresh memory is counted for the results of XLA's own routines, and not for terms.
-    """
-    choice, mine, reduced, roots = written_terms(t, cluster)
-    kept, folds = replace(device.memory, kept_bytes=math.inf), device.folds
-    model = CostModel(replace(device, memory=kept), t.number, terms=t)
-    seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
-    # Values and indices of one sort are two members; the sort is priced once.
-    once = {(m.reduction.kind, m.reduction.args, m.reduction.keys): m for m in cluster.members}
-    steps = 0.0
-    for m in once.values():
-        rows = rows_reduced(m)
-        kinds = [m.reduction.kind, "top_k"] if _is_selected(t, m, device) else [m.reduction.kind]
-        length = _reduced(m) / rows
-        steps += min(folds.plain_steps(k, rows, length, m.reduction.places) for k in kinds)
-    looked = {r.cls for m in cluster.members for r in m.tile.looked}
-    steps += sum(folds.lookup * elements(t, cls) for cls in looked)
-    steps += _feature_steps(t, cluster, folds)
-    order = postorder(roots, lambda c: [a.cls for a in choice[c].args if a.cls in mine])
-    fused = fused_terms(choice, order)
-    across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in reduced)
-    return seconds + across + steps / folds.fused_steps_per_s
-
-
-def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
-    """Return True for the end of a sort that a selection computes if no fold does."""
-    dtype = t.graph.classes[m.reduction.args[0].cls].dtype
-    return m.reduction.kind == "sorted" and device.sorts.selects and dtype in SELECTED
-
-
-def _across_seconds(t: TermGraph, cls: int, node: Node, fused: set[int], device: Device) -> float:
-    """Return the seconds of a sum across short rows of its operand, beside its arithmetic.
-
-    XLA's library multiplies and sums at once, row by row, out of copies of the factors; or the
-    operand is stored (`rewriting.fusion_limits`). An operand of several sums is stored.
-    """
-    facts, wide = device.fusions, max(node.args, key=lambda a: len(a.axes), default=None)
-    if facts is None or wide is None or not node.bound:
-        return 0.0
-    if wide.cls not in fused or not (is_product(node_of(t.graph, wide.cls)) or is_product(node)):
-        return 0.0
-    width = _row_across(t, cls, node, wide)
-    if not 1 < width <= facts.short_row:
-        return 0.0
-    size = elements(t, wide.cls)
-    pages = device.page_seconds(itemsize(t.graph.classes[wide.cls].dtype) * size)
-    return min(facts.across_pages * pages, facts.stored_s * size + pages)
-
-
-def _row_across(t: TermGraph, cls: int, node: Node, wide: Ref) -> int:
-    """Return the length of the innermost rows that a sum reads in memory; 0 if it sums along them.
-
-    A class has its axes in any order; the equation that sums has them as they are stored.
-    """
-    made = t.maker_of(cls)
-    if made is not None and made.name == "reduce_sum":
-        shape, summed = shape_of(made.eqn.invars[0]), made.eqn.params["axes"]
-        return 0 if len(shape) - 1 in summed else t.number(from_jax(shape[-1]))
-    sizes = t.graph.classes[wide.cls].sizes
-    return 0 if not sizes or wide.axes[-1] >= node.out else t.number(sizes[-1])
-
-
-def _feature_steps(t: TermGraph, cluster: Cluster, folds: FoldFacts) -> float:
-    """Return the steps of XLA's sums over features of pairs, beside the arithmetic of terms."""
-    inner = ((m, r) for m in cluster.members for r in m.tile.inner)
-    summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
-    return sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
-
-
-def _sum_steps(t: TermGraph, cls: int, folds: FoldFacts) -> float:
-    """Return the steps per pair of XLA's sum over features, beside the arithmetic of its terms.
-
-    A sum takes some time to begin, and then several features at a time.
-    """
-    node = node_of(t.graph, cls)
-    count = math.prod(b for b in node.bound if isinstance(b, int))
-    together = (1 + weight(node)) * count  # a difference, its square, and the addition
-    return (1 / folds.features_at_once - folds.chained) * together
-
-
-def _sums_paired_features(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
-    """Return True for a sum over features of pairs, as of differences of points."""
-    node = node_of(t.graph, ref.cls)
-    count = math.prod(b for b in node.bound if isinstance(b, int))
-    if node.op != CONTRACT or count <= 1:
-        return False
-    paired = [{ref.axes[i] for i in a.axes if i < node.out} for a in node.args]
-    return any({m.pair.row, m.pair.column} <= axes for axes in paired)
-
-
-def _reduced(m: ClusterMember) -> int:
-    """Return the elements that a reduction reduces; a sum by key first sums over other indices."""
-    if m.reduction.kind != "keyed":
-        return m.pairs
-    out = min(m.reduction.bound)
-    mine = {i for i in m.space if i < out} | {i for k in m.reduction.keys for i in k.axes}
-    return m.count(mine)
-
-
-def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool = False) -> int:
-    """Return the peak bytes of pairwise terms in memory when the program runs as written.
-
-    in_library: masked scores are read where they are (`is_in_library`).
-    """
-    choice, mine, reduced, roots = written_terms(t, cluster)
-
-    def operands(c: int) -> list[int]:
-        return [a.cls for a in choice[c].args if a.cls in mine]
-
-    order = postorder(roots, operands)  # values of one reduction alone are freed before the next
-    place = {c: n for n, c in enumerate(order)}
-    model = CostModel(device, t.number, terms=t)
-    facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
-    read_whole = {a.cls for c in kernels for a in choice[c].args}
-    fused = fused_terms(choice, order) - read_whole
-    written = model.written({c: facts[c] for c in order}, roots, set())
-    written |= {c for c in order if is_elementwise(choice[c])} - fused
-    last: dict[int, int] = {}
-    for c in reversed(order):
-        until = place[c] if c in written else last.get(c, place[c])
-        for a in operands(c):
-            last[a] = max(last.get(a, -1), until)
-    held = [c for c in order if c in written and c not in reduced and c not in fused]
-    size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
-    in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    # A selection of row values, as in a logsumexp, is computed between calls of the library.
-    apart = in_library or is_masked(choice, choice.keys() - mine)
-    masked = set() if apart else {c for c in order if is_masked(choice, (c,))}
-    users = Counter(
-        a.cls
-        for c in order
-        for a in choice[c].args
-        if a.cls in masked or not is_reduction(choice[c])
-    )
-
-    def lives(c: int, x: int) -> bool:
-        # x is computed in c's buffer. XLA stores masked terms apart if they are also reduced.
-        overwritten = x in in_place and (x in roots or users[c] == 1)
-        at, until = place[x], last.get(c, place[c])
-        return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))
-
-    return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
-
-
 def seconds_folded(route: FoldRoute, device: Device) -> float:
     """Return seconds of a fold: its products, elementwise work, operands and results."""
     spec, folds = route.spec, device.folds
@@ -409,14 +245,18 @@ def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> floa
 
 
 def _copy_seconds(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
-    """Return the seconds in which loops copy the blocks of arrays, and transpose pair operands.
+    """Return the seconds in which loops copy the blocks of arrays, and transpose operands.
 
-    A block is sliced, so that it is written and read again, piece by piece.
+    A block is sliced, so that it is written and read again, piece by piece. An array that no loop
+    cuts is copied as a whole if blocks have its axes in another order.
     """
     pairs = [k for k, o in enumerate(spec.operands) if {spec.row, spec.col} <= {*o.axes}]
     copied = 2 * bytes_of([spec.avals[k] for k in pairs]) / device.bytes_per_s
     transposed = 2 * bytes_of([spec.avals[k] for k in pairs if runs_across(spec, k)])
     pieces = device.folds.piece_s * fold_cost.pieces_moved(spec, blocks)
+    if device.layouts is not None:
+        for shape, order in fold_cost.orders_moved(spec, blocks):
+            pieces += math.prod(shape) * device.layouts.moved_each(shape, order)
     return copied + transposed / device.folds.transposed_bytes_per_s + pieces
 
 
@@ -506,15 +346,17 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["scattered"] + once / math.prod(spec.size[a] for a in held)
     chained = folds.chained_step(kinds["value"])
+    is_double = "float64" in {x.dtype for x in spec.operands}
+    wide = device.double_steps if is_double else 1.0
     nodes: list[Node | None] = []
     for kind, data, args, _ in route.steps:
         op, attr = data if kind == "apply" else (None, None)
         nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     shares = _shares(route, spec, nodes, blocks) if folds.streams else [1.0] * len(nodes)
-    for node, share in zip(nodes, shares, strict=True):
+    for node, share, (*_, dtype) in zip(nodes, shares, route.steps, strict=True):
         if node is not None:
-            own = weight(node)
-            steps += share * (chained * own + functions_of(node, device))
+            own = chained * weight(node) + functions_of(node, device)
+            steps += share * own * device.steps_of(dtype) / wide
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     steps += folds.stored_tile * (_stored(spec) + kinds["along"])
@@ -522,7 +364,7 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
         steps += folds.down_tile * kinds["along"]
     steps += kinds["along"] * folds.row_sum / max(blocks.cols, 1)
     steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
-    return steps * (device.double_steps if "float64" in {x.dtype for x in spec.operands} else 1.0)
+    return steps * wide
 
 
 def _stored(spec: FoldSpec) -> int:
