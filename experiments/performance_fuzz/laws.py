@@ -21,8 +21,9 @@ written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length o
 `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
 left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a
 row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*:
-weighted means by a function of pairs, by the features of a value; `library_features` and
-`library_shifted` of `FoldFacts`.
+weighted means by a function of pairs, by the features of a value, and sums of squares of products
+by the features of a point; `library_features`, `library_shifted` and `square_features` of
+`FoldFacts`.
 """
 
 from __future__ import annotations
@@ -399,6 +400,10 @@ def streams(rows: int = 8192, columns: int = 2232) -> None:
     for width, (name, f) in itertools.product((1, 2, 4, 5, 8, 16), forms.items()):
         took = seconds_of(f, array(rows, 1), array(1, columns), array(columns, width))
         print(f"{name}, {width:2} features: {1e9 * took / (rows * columns):.2f} ns a pair")
+    for width, count in itertools.product((4, 5, 7, 12, 16, 40), (rows, rows - 1)):
+        x, y = array(rows, width), array(count, width)
+        took = seconds_of(lambda x, y: jnp.sum((x @ y.T) ** 2), x, y)
+        print(f"{count}, {width:2} features: {1e9 * took / (rows * count):.2f} ns a pair")
 
 
 def main() -> None:

@@ -311,6 +311,7 @@ CPU = Device(
         reads_places=True,
         streams_products=True,
         streams_batches=jax.__version_info__ >= (0, 11),
+        square_features=6,
         library_rows=4096,
         library_columns=640,
         library_features=5 if jax.__version_info__ < (0, 11) else math.inf,

@@ -198,6 +198,9 @@ class FoldFacts:
     streams_batches: bool = fact(
         "the same of products in batches, and of those with as many rows as columns", False
     )
+    square_features: float = quantity(
+        "features", "a product with as many rows as columns sums so few: it is fused too", LAWS, 0
+    )
     library_rows: float = quantity(
         "rows", "softmax(q kᵀ) v of so many, times its batch, is one call of XLA's library",
         NO_SCRIPT, math.inf,

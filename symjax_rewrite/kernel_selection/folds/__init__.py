@@ -11,7 +11,8 @@ it. After: one `FoldSpec` with a tile, its reductions, and an epilogue over rows
               `widening`), the call (`builder`); every pair once (`mirrored_pairs`,
               `tile_symmetry`); attention by cuDNN (`attention_gradients`, `score_folds`,
               `row_symbols`)
-    price     folds (`fold_price`), XLA's form (`written_terms`), at named sizes (`named_sizes`)
+    price     folds (`fold_price`), XLA's form (`written_terms`, `written_price`), at named sizes
+              (`named_sizes`)
     passes    `selection`, `sparse_reductions`
 
 Σ_j exp(q_i·k_j) v_j  →  a fold over j with the tile exp(q·k) and the weights v

@@ -62,17 +62,18 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     if not all(_fuses(n) for n in inner):
         return False
     stored = (elements(t, c) for c in choice if c not in mine)
-    plain = _is_plain(t, products[0], choice[products[0]])
+    plain = _is_plain(t, products[0], choice[products[0]], device)
     return plain or device.folds.streams_batches or m.pairs in stored
 
 
-def _is_plain(t: TermGraph, cls: int, node: Node) -> bool:
-    """Return True for a product without a batch, whose result is not square."""
+def _is_plain(t: TermGraph, cls: int, node: Node, device: Device) -> bool:
+    """Return True for a product without a batch, whose result is not square, or of few features."""
     sizes = t.graph.classes[cls].sizes
     left, right = (
         math.prod([t.number(sizes[i]) for i in {*a.axes} if i < node.out]) for a in node.args
     )
-    return left * right == elements(t, cls) and left != right
+    is_few = math.prod(map(t.number, node.bound)) <= device.folds.square_features
+    return left * right == elements(t, cls) and (left != right or is_few)
 
 
 def _fuses(node: Node) -> bool:
@@ -127,6 +128,9 @@ def stores_no_term(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     if not all(len(m.space) == 2 for m in cluster.members):
         return False
     folds = device.folds
+    weighted = [m for m in cluster.members if len(m.reduction.args) > 1]
+    if any(_features(t, m) == 1 for m in weighted):  # a product with a vector is no part of a call
+        return False
     if max(m.pairs // rows_reduced(m) for m in cluster.members) < folds.library_columns:
         return True
     shifted = any(m.reduction.kind == "max" for m in cluster.members)

@@ -70,6 +70,7 @@ def test_batches_and_squares_are_fused_as_the_version_of_xla_does():
     stored = not device_profile("cpu").folds.streams_batches
     assert takes_fold(powers, (4096, 16), (4096, 16)) == stored
     assert takes_fold(powers, (8, 1024, 16), (8, 1024, 16)) == stored
+    assert not takes_fold(powers, (4096, 5), (4096, 5))
 
 
 def test_softmax_sums_of_two_readers_stay_a_fold():
