@@ -203,8 +203,8 @@ class Context:
     pass could change, nor their bodies. sample: the numbers at which symbolic sizes were priced.
     admits: False for a candidate that policy must not take; it is asked once for every candidate,
     in the order in which they are found. selects: likewise, of the candidate and the program it was
-    found in. call_s: seconds of a call of the program beside its kernels; 0 for the body of a loop
-    or branch.
+    found in. folded: returns a program with the folds that are found in it. call_s: seconds of a
+    call of the program beside its kernels; 0 for the body of a loop or branch.
     """
 
     options: Options
@@ -221,6 +221,7 @@ class Context:
     sample: dict[str, int] = field(default_factory=dict)
     admits: Callable[[Candidate], bool] = lambda _: True
     selects: Callable[[Candidate, Program], bool] = lambda *_: True
+    folded: Callable[[Program], Program] = lambda program: program
     call_s: float = 0.0
     _made: tuple[Program, dict[Any, Any]] | None = field(default=None)
 

@@ -28,13 +28,14 @@ from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Program, flatten, flattening_once, inlinable_body
 from symjax_rewrite.ir.program_key import program_key
+from symjax_rewrite.ir.replacement import ConflictError, replaced
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
-from symjax_rewrite.passes import OF_INVARIANTS, OF_LOOPS, PASSES
+from symjax_rewrite.passes import FOLDS, OF_INVARIANTS, OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.signatures import Selection
 from symjax_rewrite.text_tables import NOT_SEARCHED
@@ -265,6 +266,7 @@ class Optimiser:
         mine = self.options, self.rules, self.device, self.assumptions
         context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)
         context.selects, context.call_s = self.selects, call_s
+        context.folded = lambda program: _folded(program, context)
         run = _Run(closed, context, is_live)
         try:
             result = run.through(self.passes if passes is None else passes)
@@ -276,6 +278,15 @@ class Optimiser:
 
 def _kept(closed: ClosedJaxpr, why: str) -> Result:
     return Result(closed, stop=why, spent=why, finished=False)
+
+
+def _folded(program: Program, context: Context) -> Program:
+    """Return a program with the folds that are found in it; nothing is recorded."""
+    found = [f for f in FOLDS.candidates(program, context) if isinstance(f, Candidate)]
+    try:
+        return replaced(program, [p for c in found for p in c.parts]) if found else program
+    except ConflictError:
+        return program
 
 
 class _Run:

@@ -48,6 +48,8 @@ def loop_kernel(loop: Loop, options: Options, device: Device, gradient: bool = F
 
 _gradient_kernel = partial(loop_kernel, gradient=True)
 
+FOLDS = Folds()
+
 PASSES: tuple[Pass, ...] = (
     DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
     PairedSteps(loop_kernel),  # a loop and its backward loop → steps optimised together
@@ -56,12 +58,12 @@ PASSES: tuple[Pass, ...] = (
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
     FarFields(),  # sums over pairs of points → cells, where an approximation is permitted
     RationalPowers(),  # a power of quarters → square roots
-    Folds(),  # reductions over pairs → a fold that stores no pairs
+    FOLDS,  # reductions over pairs → a fold that stores no pairs
     Norms(),  # a norm and a linear layer → one kernel
     PartialSorts(),  # the ends of sorted rows → selection
     FrozenWeights(),  # a norm's scale and shift → into frozen weights
     Algebra(),  # a region of terms → the cheapest equal terms
-    Folds(),  # again, for reductions over pairs that the rules leave
+    FOLDS,  # again, for reductions over pairs that the rules leave
     Norms(),  # again, for norms that the rules leave
     BandedProducts(),  # a product with a banded matrix → blocks
     RepeatedProducts(),  # a product for every copy of an operand → one product

@@ -6,17 +6,18 @@ device's memory that it saves (`cost.margins.margin`).
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
+from symjax_rewrite.cost.temporaries import may_be_fresh, unpriced_seconds
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
-from symjax_rewrite.ir.replacement import ConflictError, Part, Staged, live_values, replaced
+from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 
 
@@ -30,8 +31,8 @@ def chosen(
     Returns:
         The program with the candidates taken, these candidates, and the refusals of the others.
     """
-    device, staged = context.device, Staged()
-    removed = _removed_copies(program, found, device, staged)
+    device, variants = context.device, _Variants(program, context)
+    removed = _removed_copies(variants, found)
     choice = _Choice(found)
     for c in found:
         if c.short and _group(c) not in removed:
@@ -42,14 +43,72 @@ def chosen(
         Obstacle.SHARE(f"saves {margins.little(device)}"),
     )
     choice.refuse(
-        _copying(program, choice.left, device, staged),
-        Obstacle.COST("copies in other orders of axes, or reads across rows, take what it saves"),
+        _copying(variants, choice.left),
+        Obstacle.COST(
+            "copies in other orders of axes, reads across rows or fresh memory take what it saves"
+        ),
     )
     choice.refuse(
         _repeated(choice.left),
         Obstacle.CONFLICT("an earlier candidate computes the same values"),
     )
-    return choice.replace_all(program, staged), choice.left, choice.refused
+    return choice.replace_all(variants), choice.left, choice.refused
+
+
+class _Variants:
+    """A program with some parts, made once for each choice of parts."""
+
+    def __init__(self, program: Program, context: Context) -> None:
+        self.program, self.context = program, context
+        self._staged, self._made = Staged(), dict[frozenset[int], Program]()
+
+    def of(self, found: Sequence[Candidate]) -> Program:
+        """Return the program with all parts of some candidates.
+
+        Raises:
+            ConflictError: some parts depend on each other in a cycle.
+        """
+        parts = [p for c in found for p in c.parts]
+        key = frozenset(map(id, parts))
+        if key not in self._made:  # the next pass finds its terms kept if this one is chosen
+            self._made[key] = replaced(self.program, parts, self._staged)
+        return self._made[key]
+
+    @functools.cached_property
+    def layout_s(self) -> float:
+        """Return the seconds of orders of axes of the program without candidates."""
+        return layout_seconds(self.program, self.context.device)
+
+    @functools.cached_property
+    def fresh_s(self) -> float:
+        """Return the seconds of fresh memory of the program without candidates."""
+        return self.fresh_seconds(self.program)
+
+    def fresh_seconds(self, program: Program) -> float:
+        """Return the seconds of fresh memory of a program that the prices of terms leave out.
+
+        Temporaries of the body of a loop or branch are in the block of the whole call.
+        """
+        context = self.context
+        if not may_be_fresh(program, context.device) or not context.call_s:
+            return 0.0
+        terms = context.terms(program)
+        return unpriced_seconds(terms.t, terms.need, terms.model)
+
+    def added_seconds(self, found: Sequence[Candidate]) -> float:
+        """Return the seconds that candidates add beside the prices of terms; 0 in a conflict.
+
+        Folds that the next pass makes need no memory for their pairs.
+        """
+        try:
+            made = self.of(found)
+        except ConflictError:
+            return 0.0
+        before_s = self.layout_s + self.fresh_s
+        fresh_s = self.fresh_seconds(made)
+        if fresh_s > self.fresh_s and (folded := self.context.folded(made)) is not made:
+            fresh_s = min(fresh_s, self.fresh_seconds(folded))
+        return layout_seconds(made, self.context.device) + fresh_s - before_s
 
 
 class _Choice:
@@ -63,22 +122,22 @@ class _Choice:
         self.refused += [_refusal(c, reason) for c in faulty]
         self.left = [c for c in self.left if c not in faulty]
 
-    def replace_all(self, program: Program, staged: Staged) -> Program:
+    def replace_all(self, variants: _Variants) -> Program:
         """Return the program with all candidates left; refuse some until none is in conflict."""
         while self.left:
             try:
-                made = replaced(program, [p for c in self.left for p in c.parts], staged)
+                made = variants.of(self.left)
             except ConflictError as conflict:
                 faulty = [c for c in self.left if any(p in conflict.parts for p in c.parts)]
                 reason = "a value that it reads depends on a value that it computes"
                 self.refuse(faulty or self.left, Obstacle.CONFLICT(reason))
                 continue
-            faulty = _still_needed(program, self.left)
+            faulty = _still_needed(variants.program, self.left)
             if not faulty:
                 return made
             reason = "the rest of the program reads a value that it does not compute any more"
             self.refuse(faulty, Obstacle.READER(reason))
-        return program
+        return variants.program
 
 
 def _refusal(c: Candidate, reason: str) -> Refusal:
@@ -98,29 +157,27 @@ def _group(c: Candidate) -> object:
     return c.group or id(c)
 
 
-def _removed_copies(
-    program: Program, found: Sequence[Candidate], device: Device, staged: Staged
-) -> dict[object, float]:
+def _removed_copies(variants: _Variants, found: Sequence[Candidate]) -> dict[object, float]:
     """Return by group the seconds of transposed copies, and reads across rows, that candidates end.
 
     The groups are those of candidates that gain too little by themselves, and enough beside these.
     Small copies say nothing: calls of a small program differ by more.
     """
+    program, device = variants.program, variants.context.device
     groups: dict[object, list[Candidate]] = defaultdict(list)
     for c in found:
         if c.short:
             groups[_group(c)].append(c)
-    before = layout_seconds(program, device) if groups else 0.0
+    before = variants.layout_s if groups else 0.0
     least, removed = least_copy_seconds(device), {}
     for key, members in groups.items() if before > least else ():
         if not margins.pays_beside(members, -before, device):  # not even without all copies
             continue
-        parts = [p for c in members for p in c.parts]
         try:
-            near = layout_seconds(program, device, _beside(program, parts))
+            near = layout_seconds(program, device, _beside(program, members))
             if not margins.pays_beside(members, -near, device):
                 continue
-            made = replaced(program, parts, staged)
+            made = variants.of(members)
         except ConflictError:
             continue
         gone = before - layout_seconds(made, device)
@@ -129,12 +186,13 @@ def _removed_copies(
     return removed
 
 
-def _beside(program: Program, parts: Sequence[Part]) -> list[Equation]:
-    """Return the equations that parts replace or leave dead, and other readers of their operands.
+def _beside(program: Program, found: Sequence[Candidate]) -> list[Equation]:
+    """Return the equations that candidates replace or end, and other readers of their operands.
 
     Raises:
         ConflictError: some part reads a value that nothing computes.
     """
+    parts = [p for c in found for p in c.parts]
     left = live_values(program, parts).difference([v for p in parts for v in p.gives])
     gone = [e for e in program.equations if left.isdisjoint(e.outvals)]
     read = {v for e in gone for v in e.reads}
@@ -170,26 +228,17 @@ def _small(
     return among(asked, context.program_seconds(program))
 
 
-def _copying(
-    program: Program, found: Sequence[Candidate], device: Device, staged: Staged
-) -> list[Candidate]:
-    """Return the candidates that gain too little beside the orders of axes that they need."""
+def _copying(variants: _Variants, found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that gain too little beside the memory and orders of axes they need."""
+    device = variants.context.device
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
     if not unpriced or device.layouts is None:
         return []
-    before = layout_seconds(program, device)
-
-    def added(candidates: Sequence[Candidate]) -> float:
-        try:
-            made = replaced(program, [p for c in candidates for p in c.parts], staged)
-        except ConflictError:
-            return 0.0
-        return layout_seconds(made, device) - before
-
-    whole = added(unpriced)
+    whole = variants.added_seconds(unpriced)
     if whole <= 0 or all(margins.pays_beside([c], whole, device) for c in unpriced):
         return []
-    return [c for c in unpriced if not margins.pays_beside([c], added([c]), device)]
+    alone = variants.added_seconds
+    return [c for c in unpriced if not margins.pays_beside([c], alone([c]), device)]
 
 
 def _repeated(found: Sequence[Candidate]) -> list[Candidate]:

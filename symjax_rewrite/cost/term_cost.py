@@ -19,7 +19,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_known, is_product_with_vector
 from symjax_rewrite.cost.node_steps import VECTORISED, functions_of, weight
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder, walk
+from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.products import HALF
@@ -519,17 +519,6 @@ class CostModel:
             fresh_s += self._slower_seconds(inlined)
         moved = sum(read.values()) + sum([2 * facts[c].bytes for c in stored])
         return made + moved, work, fresh_s
-
-    def stored_for_calls(self, facts: Mapping[int, Facts], written: set[int]) -> set[int]:
-        """Return operands of the library's reductions that are stored: it cannot compute them."""
-        fused = lambda cls: [a for a in facts[cls].args if a not in written]  # noqa: E731
-
-        def is_unknown(cls: int) -> bool:
-            inner = [facts[a].function for a in facts[cls].args]
-            return bool(facts[cls].function) and not is_known(facts[cls].function, inner)
-
-        called = {a for cls, f in facts.items() if f.is_called for a in fused(cls)}
-        return {a for a in called if any(map(is_unknown, walk([a], fused)))}
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

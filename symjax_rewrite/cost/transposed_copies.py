@@ -44,9 +44,8 @@ def transposed_seconds(
         and e.outvals[0] not in outputs
         and all(r.name in FOLDING for r in users.get(e.outvals[0], ()))
     }
-    shared = {v for v, readers in users.items() if len(readers) > 1}
     makers = makers_of(program.equations)
-    copies = _Copies(program.avals, makers, shared, device, device.layouts)
+    copies = _Copies(program.avals, makers, _shared(users), device, device.layouts)
     seconds = 0.0
     for e in program.equations if within is None else within:
         if e.name == "transpose" and e.outvals[0] not in folded:
@@ -64,8 +63,30 @@ def transposed_seconds(
             if e.outvals[0] in outputs or any(map(_is_other, users.get(e.outvals[0], ()))):
                 seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, range(_rank(e)))
         elif e.name == "dot_general":
-            seconds += _operands(e, copies)
+            seconds += sum(_operands(e, copies).values())
     return seconds
+
+
+def copied_operands(program: Program, device: Device) -> Iterator[tuple[list[Equation], int]]:
+    """Yield the operands that are stored beside a copy in another order of axes, with its readers.
+
+    A value that only one product reads is computed in the order that the product needs.
+    """
+    if device.layouts is None:
+        return
+    users, makers = users_of(program.equations), makers_of(program.equations)
+    copies = _Copies(program.avals, makers, _shared(users), device, device.layouts)
+    readers: dict[int, list[Equation]] = {}
+    for e in program.equations:
+        for v in _operands(e, copies) if e.name == "dot_general" and not _multiplies(e) else ():
+            if v in copies.shared or v not in makers or makers[v].name not in FUSED:
+                readers.setdefault(v, []).append(e)
+    yield from ((found, v) for v, found in readers.items())
+
+
+def _shared(users: Mapping[int, Sequence[Equation]]) -> set[int]:
+    """Return the values that several equations read."""
+    return {v for v, readers in users.items() if len(readers) > 1}
 
 
 def least_copy_seconds(device: Device) -> float:
@@ -103,8 +124,8 @@ def _factors(e: Equation, order: Sequence[int]) -> Iterator[tuple[int, Any, tupl
             yield v, x.aval, tuple([axes[k] for k in order if k in axes])
 
 
-def _operands(e: Equation, copies: _Copies) -> float:
-    """Return the seconds of the copies of operands that a product needs.
+def _operands(e: Equation, copies: _Copies) -> dict[int, float]:
+    """Return the operands of which a product needs copies, and the seconds of these.
 
     XLA computes a product without free axes as one reduction, which reads both in either order.
     """
@@ -117,9 +138,14 @@ def _operands(e: Equation, copies: _Copies) -> float:
         last = (*ours, *many) if is_reduction else (*many, *ours, *free)
         ways = ((*many, *free, *ours), last)
         found.append([copies.of(v, aval, way, is_operand=True) for way in ways])
+    sides: Sequence[float] = [ways[side] if all(ways) else 0.0 for side, ways in enumerate(found)]
     if is_reduction:
-        return min(map(sum, zip(*found, strict=True)))
-    return sum(ways[side] for side, ways in enumerate(found) if all(ways))
+        sides = min(zip(*found, strict=True), key=sum)
+    seconds: dict[int, float] = {}
+    for v, s in zip(e.invals, sides, strict=True):
+        if s and isinstance(v, int):
+            seconds[v] = seconds.get(v, 0.0) + s
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

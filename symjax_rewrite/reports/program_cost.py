@@ -19,6 +19,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import shape_of, sorting_seconds, summed_sizes
 from symjax_rewrite.cost.placed_products import layout_seconds
+from symjax_rewrite.cost.temporaries import fresh_seconds
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
@@ -216,31 +217,6 @@ def temporary_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> floa
     return max((facts[c].bytes for c in made if choice[c].op != CONST), default=0.0)
 
 
-def live_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> float:
-    """Return the most bytes of written values that a program holds at once, inputs excluded."""
-    t, choice, order = terms.t, terms.choice, terms.need.order
-    model = terms.model(device, sample)
-    facts = {c: model.facts_of(t.graph, c, choice[c]) for c in order}
-    roots = terms.roots()
-    written = model.written(facts, roots, set())
-    written |= model.stored_for_calls(facts, written)
-    last = dict.fromkeys(terms.need.outside, len(order))
-    for place, c in reversed([*enumerate(order)]):
-        until = place if c in written else last.get(c, place)
-        for a in facts[c].args:
-            last[a] = max(last.get(a, -1), until)
-    alive = most = 0.0
-    dead: dict[int, float] = {}
-    for place, c in enumerate(order):
-        alive -= dead.pop(place - 1, 0.0)
-        if (c in written or choice[c].op == NATIVE) and c not in t.leaf_value:
-            alive += facts[c].bytes
-            until = last.get(c, place)
-            dead[until] = dead.get(until, 0.0) + facts[c].bytes
-        most = max(most, alive)
-    return most
-
-
 def traffic(closed: ClosedJaxpr, device: Device, sample: Sample) -> Traffic:
     """Return the bytes that a jaxpr's kernels move, its seconds at sample sizes, its kernels."""
     return program_traffic(flatten(closed), device, sample)
@@ -258,7 +234,7 @@ def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffi
         return Traffic()
     model, roots = terms.model(_kept(device), sample), terms.roots()
     cost = model.evaluate(t.graph, terms.choice, roots)
-    fresh_s = device.page_seconds(live_bytes(terms, device, sample))
+    fresh_s = fresh_seconds(t, terms.need, model, device)
     spread = model.spread_bytes(t)
     beside_s = repeated_seconds(t, terms.need, model) + _layout_seconds(t.program, device)
     beside_s += spread / device.bytes_per_s

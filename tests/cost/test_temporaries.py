@@ -1,0 +1,65 @@
+"""The block of temporaries: its size as XLA allocates it, and its fresh memory in choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.temporaries import block_bytes
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.reports.program_cost import ProgramTerms
+
+
+def kernel(x: Any) -> Any:
+    """Return a Gaussian kernel. x: float[n, d]."""
+    return jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, -1) / 2)
+
+
+def independence(x: Any, y: Any) -> Any:
+    """Return the Hilbert-Schmidt independence criterion. x, y: float[n, d]."""
+    H = jnp.eye(len(x)) - 1 / len(x)
+    return jnp.trace(kernel(x) @ H @ kernel(y) @ H)
+
+
+def smoothed(x: Any, y: Any) -> Any:
+    return jnp.sum(y * (kernel(x) @ y))
+
+
+def copied(x: Any, y: Any) -> Any:
+    """Read differences along both of their axes, in products with a batch each."""
+    d, w = x[:, None] - x[None], kernel(y)
+    return jnp.einsum("ij,ijk->ik", w, d) * jnp.einsum("ij,ijk->jk", w, d)
+
+
+@pytest.mark.parametrize(("fun", "differentiated"), [(smoothed, True), (copied, False)])
+def test_the_block_is_as_large_as_xla_makes_it(fun: Any, differentiated: bool) -> None:
+    if differentiated:
+        fun = jax.grad(fun, (0, 1))
+    specs = [jax.ShapeDtypeStruct((300, 24), "float32")] * 2
+    terms = ProgramTerms.of(flatten(jax.make_jaxpr(fun)(*specs)))
+    found = block_bytes(terms.t, terms.need, terms.model(CPU, {}))
+    made: Any = jax.jit(fun).lower(*specs).compile().memory_analysis()
+    assert found == pytest.approx(made.temp_size_in_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize(("points", "features", "taken"), [(300, 24, False), (200, 24, True)])
+def test_a_form_whose_copies_need_fresh_memory_is_refused(
+    points: int, features: int, taken: bool
+) -> None:
+    """Two stored differences and a copy of each, 8.6 MB, are fresh in every call together."""
+    spec = jax.ShapeDtypeStruct((points, features), "float32")
+    report = sym_optimize(jax.grad(independence, (0, 1))).explain(spec, spec)
+    assert ("contraction_order" in [r.name for r in report.rules]) == taken, report
+
+
+def test_memory_of_pairs_that_a_fold_does_not_store_is_no_price(one_device: None) -> None:
+    """The form needs fresh memory for differences; folds of it store none."""
+    spec = jax.ShapeDtypeStruct((600, 8), "float32")
+    report = sym_optimize(jax.grad(independence, (0, 1))).explain(spec, spec)
+    assert "contraction_order" in [r.name for r in report.rules], report
+    assert "fold" in [r.name for r in report.routes if r.taken], report
