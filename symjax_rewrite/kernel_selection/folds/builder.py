@@ -70,8 +70,9 @@ class FoldRoute:
     """Fold and the reductions that it computes.
 
     inputs: per operand its class and, for each slot, an axis name or one index. rows: the epilogue;
-    without an epilogue the row algebra is computed outside. steps: the tile program. wide: classes
-    that folds exchange in f32; with None every step rounds as the program does. price: returns the
+    without an epilogue the row algebra is computed outside. steps: the tile program, with the step
+    of each tile in roots. wide: classes that folds exchange in f32; with None every step rounds as
+    the program does. price: returns the
     fold's cost on a device. compute: returns all results of the operands; None: the fold itself.
     kernel: the CUDA backend that computes it in one call, if fixed.
     """
@@ -86,6 +87,7 @@ class FoldRoute:
     price: Callable[[Device], Cost] | None = None
     compute: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
     kernel: str = ""
+    roots: tuple[int, ...] = ()
 
     def classes(self) -> set[int]:
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
@@ -440,7 +442,8 @@ class FoldBuilder:
             named=tuple([a for a, n in tiles.sizes.items() if not isinstance(n, int)]),
         )
         backend = kernels if kernels in BACKENDS else "auto"
-        return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps, tiles.wide)
+        inputs, steps = tiles.inputs, tiles.steps
+        return FoldRoute(spec, backend, inputs, self.served, rows, steps, tiles.wide, roots=roots)
 
 
 def _fill(output: Output) -> float | None:

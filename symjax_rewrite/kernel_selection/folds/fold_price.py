@@ -47,6 +47,7 @@ from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
+    ColumnSums,
     Contraction,
     ExpSums,
     FoldSpec,
@@ -353,10 +354,11 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
         op, attr = data if kind == "apply" else (None, None)
         nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     shares = _shares(route, spec, nodes, blocks) if folds.streams else [1.0] * len(nodes)
-    for node, share, (*_, dtype) in zip(nodes, shares, route.steps, strict=True):
+    times = _kernels(route, spec, nodes) if folds.streams else [1] * len(nodes)
+    for node, share, count, (*_, dtype) in zip(nodes, shares, times, route.steps, strict=True):
         if node is not None:
             own = chained * weight(node) + functions_of(node, device)
-            steps += share * own * device.steps_of(dtype) / wide
+            steps += count * share * own * device.steps_of(dtype) / wide
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     steps += folds.stored_tile * (_stored(spec) + kinds["along"])
@@ -372,6 +374,28 @@ def _stored(spec: FoldSpec) -> int:
     read = Counter(o.tile for o in spec.outputs for _ in terms_of(o))
     sums = ((o.tile, t) for o in spec.outputs if isinstance(o, Sums) for t in o.terms)
     return sum(read[tile] > 1 for tile, t in sums if t.weights is None)
+
+
+def _kernels(route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None]) -> list[int]:
+    """Return in how many kernels of a block XLA computes each step of a tile.
+
+    The kernels are those of different tiles that are summed, and of functions that several of them
+    read. XLA repeats the arithmetic that they read in each, also a distance over many features.
+    """
+    tiles = {o.tile for o in spec.outputs if isinstance(o, (Sums, ColumnSums))}
+    if len(tiles) < 2 or not route.roots:
+        return [1] * len(nodes)
+    readers = Counter(a for _, _, args, _ in route.steps for a in {*args})
+    found: list[set[int]] = [set() for _ in nodes]
+    for tile in tiles:
+        found[route.roots[tile]].add(route.roots[tile])
+    for k in reversed(range(len(nodes))):
+        node = nodes[k]
+        if node is not None and not is_arithmetic(node) and max(readers[k], len(found[k])) > 1:
+            found[k] = {k}
+        for a in route.steps[k].args:
+            found[a] |= found[k]
+    return [max(len(kernels), 1) for kernels in found]
 
 
 def _shares(

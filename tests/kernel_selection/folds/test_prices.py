@@ -184,6 +184,17 @@ def test_blocks_of_single_elements_cost_their_pieces(batch):
     assert not takes_fold(talking_heads, *qkv, (8, 8), (8, 8))
 
 
+def test_a_distance_that_several_sums_of_a_tile_read_is_computed_for_each():
+    """The gradient of soft k-means sums along and down its tiles: a fold took twice the time."""
+
+    def soft_means(x, c):
+        squares = jnp.sum((x[:, None] - c) ** 2, -1)
+        return jnp.mean(jnp.sum(jax.nn.softmax(-squares, 1) * squares, 1))
+
+    assert not takes_fold(jax.grad(soft_means, (0, 1)), (4000, 16), (200, 16))
+    assert takes_fold(jax.grad(soft_means, (0, 1)), (50_000, 3), (10, 3))
+
+
 def test_operands_and_results_in_another_order_are_copied():
     """The fold that mixes heads reads and writes scores of another order: 1.5 times as long."""
 
