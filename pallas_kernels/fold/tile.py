@@ -19,6 +19,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels import monoid
+from symjax_rewrite.pallas_kernels.fold.array_blocks import ArrayBlocks
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     ColumnSums,
@@ -73,10 +74,8 @@ def cut(
     """Slice an array at `place` with `extent`; axes not named there are read whole."""
     starts = [jnp.asarray(place.get(a, 0), jnp.int32) for a in axes]
     whole = zip(axes, array.shape, strict=True)
-    sizes = [extent.get(a, spec.size.get(a, n)) for a, n in whole]
-    if tuple(sizes) == array.shape:
-        return array
-    return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+    sizes = (extent.get(a, spec.size.get(a, n)) for a, n in whole)
+    return ArrayBlocks(array.shape, tuple(sizes)).read(array, starts)
 
 
 def as_block(spec: FoldSpec, number: int, array: Array, inner: Sequence[str]) -> Array:

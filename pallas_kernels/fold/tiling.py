@@ -56,14 +56,15 @@ def even(size: int, block: int) -> int:
 class FoldTiling:
     """A row of the table: the fastest sizes, f32 on two cores with 2 MiB of L2 each (2026-11).
 
-    pairs: the most pairs for which a block still holds whole batch axes. least: rows of a block that
-    holds all columns, at least; None where columns are cut however few they are.
+    pairs: the most pairs for which a block still holds whole batch axes. whole: the most columns
+    of which a block holds all. whole_pairs: the pairs of a block that holds all columns.
     """
 
     rows: int
     cols: int
     pairs: int = 2**19
-    least: int | None = None
+    whole: int = 0
+    whole_pairs: int = 0
 
 
 def dividing(size: int, block: int) -> int:
@@ -79,13 +80,13 @@ def dividing(size: int, block: int) -> int:
 XLA_CUTS = {
     "top-k": FoldTiling(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
     "whole": FoldTiling(128, 512, 2**15),  # minima and where they are: 0.13, by 2**19: 0.28
-    "elementwise": FoldTiling(128, 512, least=32),  # N-body of 8192: 0.06 to 0.17
+    # N-body of 8192: 0.06 to 0.17
+    "elementwise": FoldTiling(128, 512, whole=4096, whole_pairs=2**17),
     "banded": FoldTiling(512, 512),  # causal attention, H = 4, d = 64: T = 512 0.57, 4096 0.22
     "paired": FoldTiling(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
     # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
-    "plain": FoldTiling(512, 2048, least=256),
+    "plain": FoldTiling(512, 2048, whole=8192, whole_pairs=2**20),
 }
-WHOLE_ROWS = 2  # times the pairs of a block, in a block that holds all columns
 ONE_BLOCK = 2**18  # pairs of a narrow elementwise fold in one block: 0.8 to 0.95 of the time
 NARROW_VECTORS = 4  # of a side; one block of eight takes up to 1.8 times as long
 NARROWEST = 128  # rows and columns per block of a narrow band
@@ -170,26 +171,22 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
 def _whole_rows(spec: FoldSpec, cut: FoldTiling) -> FoldTiling:
     """Return blocks of fewer rows that hold all columns, if these are few, else the same blocks.
 
-    No states are combined then, and XLA compiles half as many kernels. With twice as many pairs in
-    a block, an elementwise fold of 512 to 2,000 columns takes 0.73 to 0.98 of the time. A fold of
-    products of 3,000 to 8,000 columns takes 0.91 to 1.06, except for places of extrema (1.14). Of
-    two blocks of columns, a band that is bounded on one side leaves out a quarter: without them,
-    a fold of 585 columns takes 0.97 of the time.
+    No states are combined then, and XLA compiles half as many kernels. An elementwise fold of 512
+    to 2,000 columns takes 0.73 to 0.98 of the time, with twice as many pairs in a block. A fold of
+    products of 3,000 to 8,000 columns takes 0.93 to 1.04, and 1.10 where it finds places of
+    extrema. Of two blocks of columns, a band that is bounded on one side leaves out a quarter:
+    without them, a fold of 585 columns takes 0.97 of the time.
     """
-    if cut.least is None or (spec.contractions and _has_places(spec)):
+    if spec.contractions and any(isinstance(o, ArgExtremum) for o in spec.outputs):
         return cut
-    rows, band = WHOLE_ROWS * cut.rows * cut.cols // max(spec.cols, 1), spec.band
+    band = spec.band
     few = spec.cols <= 2 * cut.cols and band.length is None
-    if band != Band() and not (few and None in (band.lower, band.upper)):
+    if not cut.whole or not (band == Band() or (few and None in (band.lower, band.upper))):
         return cut
     if not spec.contractions and _is_one_block(spec):
         return replace(cut, rows=spec.rows, cols=spec.cols)
-    whole = cut.cols < spec.cols and rows >= cut.least
-    return replace(cut, rows=rows, cols=spec.cols) if whole else cut
-
-
-def _has_places(spec: FoldSpec) -> bool:
-    return any(isinstance(o, ArgExtremum) for o in spec.outputs)
+    whole = cut.cols < spec.cols <= cut.whole
+    return replace(cut, rows=cut.whole_pairs // spec.cols, cols=spec.cols) if whole else cut
 
 
 def _is_one_block(spec: FoldSpec) -> bool:

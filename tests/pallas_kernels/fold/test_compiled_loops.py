@@ -8,6 +8,7 @@ import pytest
 
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import (
+    ArgExtremum,
     Band,
     Contraction,
     Extremum,
@@ -55,6 +56,30 @@ def test_compiled_kernels_do_not_grow_with_the_vectors() -> None:
     assert kernels(12) == kernels(3)
 
 
+@on_cpu
+def test_vectors_are_put_together_without_transposed_copies() -> None:
+    """XLA compiles a transposed copy of [358, 16] in 103 ms, and a gather in 8."""
+    n = range(16)
+    spec = FoldSpec(
+        sizes=(("m", 358), ("n", 211)),
+        batch=(),
+        row="m",
+        col="n",
+        operands=(Operand(("m",), "float32"),) * 16 + (Operand(("n",), "float32"),) * 16,
+        contractions=(),
+        tile=Tile(
+            lambda _, v, i, j: jnp.tanh(sum(abs(v[k] - v[16 + k]) for k in n)), (*range(32),)
+        ),
+        outputs=(Sums(),),
+    )
+    x, y = (jax.ShapeDtypeStruct((size, 16), jnp.float32) for size in (358, 211))
+    run = lambda x, y: fold_xla(spec, *(x[:, k] for k in n), *(y[:, k] for k in n))  # noqa: E731
+    text = jax.jit(run).lower(x, y).compile().as_text() or ""
+    assert "transpose(" not in text and not re.search(r"f32\S* copy\(f32\[\d+,", text)
+    total = lambda x: run(x, x[:211])[0][0].sum()  # noqa: E731
+    assert "scatter-add" not in str(jax.make_jaxpr(jax.grad(total))(jnp.ones((358, 16))))
+
+
 @pytest.mark.parametrize(
     "cols, band, held",
     [
@@ -82,6 +107,47 @@ def test_blocks_hold_few_columns_whole_where_a_band_skips_little(
         band=band,
     )
     assert xla_blocks(spec).cols == held
+
+
+def products(rows: int, cols: int, output: Output, band: Band) -> FoldSpec:
+    return FoldSpec(
+        sizes=(("m", rows), ("n", cols), ("d", 64)),
+        batch=(),
+        row="m",
+        col="n",
+        operands=(Operand(("m", "d"), "float32"), Operand(("n", "d"), "float32")),
+        contractions=(Contraction(0, 1, ("d",)),),
+        tile=Tile(lambda dots, v, i, j: jnp.tanh(dots[0]), ()),
+        outputs=(output,),
+        band=band,
+    )
+
+
+@pytest.mark.parametrize(
+    "cols, output, band, held",
+    [
+        (3001, Sums(), Band(), 3001),
+        (8192, Sums(), Band(), 8192),
+        (10_000, Sums(), Band(), 2000),
+        (4096, ArgExtremum(), Band(), 2048),
+        (3001, Sums(), Band(upper=0), 501),
+    ],
+)
+def test_blocks_of_products_hold_thousands_of_columns_whole(
+    cols: int, output: Output, band: Band, held: int
+) -> None:
+    blocks = xla_blocks(products(4096, cols, output, band))
+    assert blocks.cols == held and blocks.rows * blocks.cols <= 2**20
+
+
+@on_cpu
+def test_blocks_of_matrices_are_copied_as_runs() -> None:
+    """XLA compiles a copy by rows of 64 elements in 23 ms, and one run of them in 7."""
+    spec = products(4096, 4096, Sums(), Band())
+    shapes = [jax.ShapeDtypeStruct(spec.shape(k), jnp.float32) for k in range(2)]
+    text = jax.jit(lambda *xs: fold_xla(spec, *xs)).lower(*shapes).compile().as_text() or ""
+    blocks = re.findall(r"= f32\[([\d,]+)\]\S* dynamic-(?:update-)?slice\(", text)
+    assert blocks and all("," not in sizes for sizes in blocks)
 
 
 @on_cpu
