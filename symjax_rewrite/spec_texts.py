@@ -1,7 +1,7 @@
 """Specs of arguments as text, and trees of them.
 
-`f32[b,4096]`, or `float32[b,4096]`, is an array; letters are named sizes. `key[]` is a random key of
-JAX's default kind. Tuples, lists and dictionaries are written as in Python:
+`f32[b,4096]`, or `float32[b,4096]`, is an array; letters are named sizes. `key[]` is a random key
+of JAX's default kind. Tuples, lists and dictionaries are written as in Python:
 `{'w': f32[64,64], 'b': f32[64]}`. A number, a string, True, False or None is itself.
 """
 

@@ -87,8 +87,7 @@ XLA_CUTS = {
     # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
     "plain": FoldTiling(512, 2048, whole=8192, whole_pairs=2**20),
 }
-ONE_BLOCK = 2**18  # pairs of a narrow elementwise fold in one block: 0.8 to 0.95 of the time
-NARROW_VECTORS = 4  # of a side; one block of eight takes up to 1.8 times as long
+ONE_BLOCK = 2**20  # pairs of an elementwise fold in one block, without a loop: 0.68 to 1.02
 NARROWEST = 128  # rows and columns per block of a narrow band
 
 
@@ -183,21 +182,11 @@ def _whole_rows(spec: FoldSpec, cut: FoldTiling) -> FoldTiling:
     few = spec.cols <= 2 * cut.cols and band.length is None
     if not cut.whole or not (band == Band() or (few and None in (band.lower, band.upper))):
         return cut
-    if not spec.contractions and _is_one_block(spec):
+    pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
+    if not spec.contractions and pairs <= ONE_BLOCK and not shared_axes(spec):
         return replace(cut, rows=spec.rows, cols=spec.cols)
     whole = cut.cols < spec.cols <= cut.whole
     return replace(cut, rows=cut.whole_pairs // spec.cols, cols=spec.cols) if whole else cut
-
-
-def _is_one_block(spec: FoldSpec) -> bool:
-    """Return True if one block holds few pairs of few vectors of each side, without a table.
-
-    Without a loop XLA reads vectors across the matrix whose columns they are.
-    """
-    read = [spec.operands[k].axes for k in spec.tile.reads]
-    most = max(sum(side in axes for axes in read) for side in (spec.row, spec.col))
-    pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
-    return pairs <= ONE_BLOCK and most <= NARROW_VECTORS and not shared_axes(spec)
 
 
 def shared_axes(spec: FoldSpec) -> tuple[str, ...]:

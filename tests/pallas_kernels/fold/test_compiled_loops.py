@@ -194,16 +194,16 @@ def test_tiles_of_a_batch_are_computed_in_their_order(batched: str) -> None:
     assert jnp.allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("features, whole", [(4, True), (5, False)])
-def test_narrow_elementwise_folds_of_few_pairs_are_one_block(features: int, whole: bool) -> None:
+@pytest.mark.parametrize("rows, whole", [(800, True), (1500, False)])
+def test_elementwise_folds_of_few_pairs_are_one_block(rows: int, whole: bool) -> None:
     spec = FoldSpec(
-        sizes=(("m", 400), ("n", 300)),
+        sizes=(("m", rows), ("n", 800)),
         batch=(),
         row="m",
         col="n",
-        operands=(Operand(("m",), "float32"), Operand(("n",), "float32")) * features,
+        operands=(Operand(("m",), "float32"), Operand(("n",), "float32")) * 16,
         contractions=(),
-        tile=Tile(lambda _, v, i, j: sum(v), (*range(2 * features),)),
+        tile=Tile(lambda _, v, i, j: sum(v), (*range(32),)),
         outputs=(Sums(),),
     )
-    assert (xla_blocks(spec).rows == 400) == whole
+    assert (xla_blocks(spec).rows == rows) == whole
