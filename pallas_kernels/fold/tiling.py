@@ -184,7 +184,7 @@ def _whole_rows(spec: FoldSpec, cut: FoldTiling) -> FoldTiling:
         return cut
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     if not spec.contractions and pairs <= ONE_BLOCK and not shared_axes(spec):
-        return replace(cut, rows=spec.rows, cols=spec.cols)
+        return replace(cut, rows=spec.rows, cols=spec.cols, pairs=ONE_BLOCK)
     whole = cut.cols < spec.cols <= cut.whole
     return replace(cut, rows=cut.whole_pairs // spec.cols, cols=spec.cols) if whole else cut
 

@@ -194,16 +194,16 @@ def test_tiles_of_a_batch_are_computed_in_their_order(batched: str) -> None:
     assert jnp.allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows, whole", [(800, True), (1500, False)])
-def test_elementwise_folds_of_few_pairs_are_one_block(rows: int, whole: bool) -> None:
+@pytest.mark.parametrize("batch, rows, whole", [(1, 800, True), (1, 1500, False), (4, 300, True)])
+def test_elementwise_folds_of_few_pairs_are_one_block(batch: int, rows: int, whole: bool) -> None:
     spec = FoldSpec(
-        sizes=(("m", rows), ("n", 800)),
-        batch=(),
+        sizes=(("b", batch), ("m", rows), ("n", 800)),
+        batch=("b",),
         row="m",
         col="n",
-        operands=(Operand(("m",), "float32"), Operand(("n",), "float32")) * 16,
+        operands=(Operand(("b", "m"), "float32"), Operand(("n",), "float32")) * 16,
         contractions=(),
         tile=Tile(lambda _, v, i, j: sum(v), (*range(32),)),
         outputs=(Sums(),),
     )
-    assert (xla_blocks(spec).rows == rows) == whole
+    assert (xla_blocks(spec).steps(spec) == 1) == whole
