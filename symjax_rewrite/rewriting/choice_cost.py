@@ -6,10 +6,10 @@ the kernels that compute or read these classes are priced again.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from heapq import heapify, heappop, heappush
-from types import MappingProxyType
 
 from symjax_rewrite.cost.term_cost import CostModel, reachable
 from symjax_rewrite.ir.dataflow import CycleError, postorder
@@ -25,7 +25,7 @@ class ChoiceCost:
     seconds: of the choice; infinite if it has a cycle or lacks a class. order: the classes that the
     roots need, operands first. given: those that are free. written: those that are written to
     memory. readers, groups: of each class. kernels: the seconds of each kernel, by the class it
-    writes; `known` are those that were priced before.
+    writes.
     """
 
     def __init__(
@@ -35,18 +35,24 @@ class ChoiceCost:
         model: CostModel,
         free: Callable[[int], bool],
         choice: Choice,
-        known: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self.g, self.roots, self.model, self.free, self.choice = g, roots, model, free, choice
-        self.seconds = math.inf
+        self.seconds, self.order = math.inf, list[int]()
         try:
-            self.order = reachable(choice, roots, free)
+            self._sort()
         except (CycleError, KeyError):
-            self.order = []
             return
+        self._fill()
+
+    def _sort(self) -> None:
+        self.order = reachable(self.choice, self.roots, self.free)
         self.place = {c: n for n, c in enumerate(self.order)}
-        self.facts = {c: model.facts_of(g, c, choice[c]) for c in self.order}
-        self.given = set(filter(free, self.order))
+
+    def _fill(self) -> None:
+        """Fill the tables from the choice."""
+        choice, model, roots = self.choice, self.model, self.roots
+        self.facts = {c: model.facts_of(self.g, c, choice[c]) for c in self.order}
+        self.given = set(filter(self.free, self.order))
         self.written = model.written(self.facts, roots, self.given)
         self.readers: dict[int, set[int]] = {}
         for c in self.order:
@@ -55,7 +61,11 @@ class ChoiceCost:
         self.groups: dict[int, int] = {}
         for c in reversed(self.order):
             self.groups[c] = self._group(c)
-        priced = ((c, known[c] if c in known else self.seconds_of(c)) for c in self.order)
+        self._price({c: self.seconds_of(c) for c in self.order})
+
+    def _price(self, kernels: Mapping[int, float | None]) -> None:
+        """Add the seconds of the kernels, by class, in the order of the classes."""
+        priced = ((c, kernels.get(c)) for c in self.order)
         self.kernels = {c: seconds for c, seconds in priced if seconds is not None}
         self.seconds = sum(self.kernels.values())
 
@@ -95,11 +105,21 @@ class ChoiceCost:
 
     def moved(self, move: Choice) -> ChoiceCost:
         """Return the choice in which some classes are computed by other nodes."""
-        known, choice = {}, {**self.choice, **move}
-        if self.seconds < math.inf:
-            _, again = self._with(move)
-            known = {c: seconds for c, seconds in self.kernels.items() if c not in again}
-        return ChoiceCost(self.g, self.roots, self.model, self.free, choice, known)
+        choice = {**self.choice, **move}
+        if self.seconds == math.inf:
+            return ChoiceCost(self.g, self.roots, self.model, self.free, choice)
+        try:
+            other, again = self._with(move)
+        except (CycleError, KeyError):
+            return ChoiceCost(self.g, self.roots, self.model, self.free, choice)
+        made = copy.copy(self)
+        made.choice, made.facts = choice, other.facts
+        made.written, made.given = other.written, other.given
+        made.readers = {**self.readers, **other.readers}
+        made.groups = {**self.groups, **other.groups}
+        made._sort()
+        made._price({**self.kernels, **{c: other.seconds_of(c) for c in again}})
+        return made
 
     def after(self, move: Choice) -> float:
         """Return the seconds of the choice in which some classes are computed by other nodes."""

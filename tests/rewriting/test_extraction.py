@@ -29,8 +29,19 @@ def test_a_move_is_priced_like_the_moved_choice(monkeypatch):
     after, moves = ChoiceCost.after, []
 
     def checked(self, move):
-        moves.append((after(self, move), self.moved(move).seconds))
+        moved = self.moved(move)
+        moves.append((after(self, move), moved.seconds))
+        if moved.seconds < math.inf:
+            same(moved, ChoiceCost(self.g, self.roots, self.model, self.free, moved.choice))
         return moves[-1][0]
+
+    def same(moved, anew):
+        written(moved)
+        assert moved.order == anew.order and moved.kernels == pytest.approx(anew.kernels, rel=1e-12)
+        assert moved.written == anew.written
+        for c in anew.order:
+            assert moved.readers_of(c) == anew.readers_of(c)
+            assert moved.group_of(c) == anew.group_of(c)
 
     def written(self):
         try:
