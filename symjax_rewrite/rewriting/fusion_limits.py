@@ -40,6 +40,7 @@ from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import (
+    elements,
     selection_seconds,
     shape_of,
     sorting_seconds,
@@ -152,11 +153,11 @@ class Chain:
 def _chain(x: int, r: Fused) -> Chain:
     avals, makers, users = r.program.avals, r.makers, r.users
     shape = avals[x].shape
-    found, size, seen, stack = Chain(shape[-1] if shape else 1), math.prod(shape), {x}, [x]
+    found, size, seen, stack = Chain(shape[-1] if shape else 1), elements(shape), {x}, [x]
     stored: set[int] = set()  # and their operands
     for v in stack:
         maker = makers.get(v)
-        if avals[v].shape != shape and avals[v].size < size:
+        if avals[v].shape != shape and elements(avals[v].shape) < size:
             found.spread.setdefault(v, [])
         elif maker is not None and (maker.name in FUSED or _is_view(maker)):
             if v != x and len(users[v]) > 1:
@@ -173,7 +174,7 @@ def _chain(x: int, r: Fused) -> Chain:
             elif found.fused and maker.name in ELEMENTWISE and maker.name not in VIEWS:
                 found.fused = is_known(maker.name, [makers[a].name for a in reads if a in makers])
             for a in reads:
-                if avals[a].size < size:
+                if elements(avals[a].shape) < size:
                     found.spread.setdefault(a, []).append(maker)
             fresh = [a for a in dict.fromkeys(reads) if a not in seen]
             stack += fresh
@@ -214,13 +215,16 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
                 if not (shared and _read(e) // _made(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
+        matrices = {v: us for v in chain.spread if (us := _matrix_readers(v, chain, r))}
+        if not matrices:
+            continue
         row_s = facts.row_s * _read(e) / chain.width
         readers = {u.name for u in _fused_readers(e, users)}
         if facts.product_bytes and "dot_general" in readers:
             continue  # that product computes the reduction
         written_s = facts.stored_s * _read(e) + r.device.page_seconds(4.0 * _read(e))
         is_last = not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
-        for v, repeated in chain.spread.items():
+        for v, repeated in matrices.items():
             for p in _made_from([v], makers):
                 made: Any = p.eqn.outvars[0].aval
                 if p.name != "dot_general" or made.dtype not in DTYPES:
@@ -235,6 +239,18 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     yield from products.values()
 
 
+def _matrix_readers(v: int, chain: Chain, r: Fused) -> list[Equation]:
+    """Return the equations that repeat a smaller value which may be a product of two matrices."""
+    shape = r.program.avals[v].shape
+    return [u for u in chain.spread[v] if len(_own_axes(shape, u)) > 1]
+
+
+def _own_axes(shape: tuple[int, ...], u: Equation) -> list[int]:
+    """Return the axes along which an equation does not repeat an operand of a shape."""
+    places = u.eqn.params.get("broadcast_dimensions", range(len(shape_of(u.eqn.outvars[0]))))
+    return [k for k, n in zip(places, shape, strict=False) if n > 1]
+
+
 def _writes_pairs(
     p: Equation, shape: tuple[int, ...], u: Equation, is_last: bool, facts: FusionFacts
 ) -> bool:
@@ -243,11 +259,7 @@ def _writes_pairs(
     shape: of the product, or of a function of it. u: the equation that repeats it. is_last: True if
     no operation of the library follows in the fusion.
     """
-    whole = shape_of(u.eqn.outvars[0])
-    places = u.eqn.params.get("broadcast_dimensions", range(len(whole)))
-    own = [k for k, n in zip(places, shape, strict=False) if n > 1]
-    if len(own) < 2:
-        return False  # a product with a vector
+    whole, own = shape_of(u.eqn.outvars[0]), _own_axes(shape, u)
     is_outer = any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
     left, (_, (batch, _)) = shape_of(p.eqn.invars[0]), p.eqn.params["dimension_numbers"]
     matrix = math.prod(n for k, n in enumerate(left) if k not in batch)

@@ -18,6 +18,7 @@ from symjax_rewrite.ir.dataflow import (
     class_operands,
     cone,
     connected,
+    is_computed_from,
     kind_of,
     node_of,
     postorder,
@@ -33,6 +34,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     explore,
     is_elementwise,
     is_test_like,
+    may_open,
     reads_twice,
 )
 from symjax_rewrite.kernel_selection.folds.reductions import (
@@ -205,8 +207,9 @@ def _candidate(terms: Pair, cls: int, scope: Scope) -> ClusterMember | None:
     if keyed and not scope.tables:
         return None
     plain: ClusterMember | None = None  # products among the values pair their features too
+    opened = [a for a in found.args if keyed or may_open(node_of(t.graph, a.cls))]
     for column in sorted(found.bound, key=size, reverse=True):
-        carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
+        carried = {i for a in opened if column in a.axes for i in a.axes} - {column}
         if keyed:
             carried = carried.intersection(found.bound, *(k.axes for k in found.keys))
         for row in sorted(carried, key=lambda i: (i in found.bound, -size(i), i)):
@@ -398,11 +401,12 @@ def _compared(t: TermGraph, need: Needed, cluster: Cluster) -> str:
     count of elements equal to it, are therefore reduced in the kernel that compares, from tiles
     that hold whole rows.
     """
-    if not any(c.tile.compared for c in cluster.members):
-        return ""
     reduced = [c.reduction.cls for c in cluster.members]
+    compared = {x for c in cluster.members for x in c.tile.compared}
+    if not any(is_computed_from(t.graph, x, reduced) for x in compared):
+        return ""
     after = cone(reduced, lambda cls: need.users.get(cls, ()))
-    jumps = {x for c in cluster.members for x in c.tile.compared} & after
+    jumps = compared & after
     if not jumps:
         return ""
     reason = f"{_name(t, min(jumps))} compares the pairwise term with its own reduction"

@@ -43,13 +43,16 @@ class At(NamedTuple):
 
 def reads_twice(ref: Ref) -> bool:
     """Return True if a reference reads an index along two axes."""
+    if len({*ref.axes}) == len(ref.axes):
+        return False
     indices = [i for i in ref.axes if not isinstance(i, At)]
     return len(set(indices)) != len(indices)
 
 
 def elements(t: TermGraph, cls: int) -> int:
     """Return the number of elements of a class."""
-    return math.prod(map(t.number, t.graph.classes[cls].sizes))
+    sizes: Any = t.graph.classes[cls].sizes
+    return math.prod(map(t.number, sizes) if t.dim_env else sizes)
 
 
 def bytes_of(t: TermGraph, cls: int) -> int:
@@ -349,6 +352,11 @@ _OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
     op.TAKE: Pair._take,
     op.NATIVE: Pair._scattered,
 }
+
+
+def may_open(node: Node) -> bool:
+    """Return True if `Pair.open` may find how a node is computed."""
+    return is_elementwise(node) or node.op in _OPENERS
 
 
 @dataclass(slots=True)
