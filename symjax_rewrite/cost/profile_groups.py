@@ -568,6 +568,4 @@ class SearchBounds:
     region_classes: int = quantity("classes", "of a larger region a part is searched", JUDGED, 500)
     region_share: float = quantity("1", "share of its seconds where that begins", JUDGED, 0.99)
     evaluations: int = quantity("1", "choices that are priced for a region", JUDGED, 600)
-    large_program: int = quantity(
-        "equations", "with fewer, terms are read in any case", JUDGED, 1000
-    )
+    large_program: int = quantity("equations", "with fewer, terms are read in any case", JUDGED, 32)
