@@ -11,7 +11,7 @@ import functools
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_size, work_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, aval_size, work_seconds
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import VIEWS
@@ -53,8 +53,7 @@ def _other_seconds(program: Program, device: Device) -> float:
     sizes = [aval_size(aval) for aval in program.avals]
     steps_of = functools.cache(device.functions.of)
     equations = [e for e in program.equations if e.name not in VIEWS]
-    made = [(e.name, sizes[v]) for e in equations for v in e.outvals]
-    moved = sum([size for _, size in made]) + sum([sizes[v] for e in equations for v in e.reads])
-    steps = sum([size * (1.0 + steps_of(name)) for name, size in made])
-    widest = 8  # bytes of an element
-    return widest * moved / device.bytes_per_s + steps / device.elementwise_per_s
+    held = [aval_bytes(aval) for aval in program.avals]
+    moved = sum([held[v] for e in equations for v in (*e.reads, *e.outvals)])
+    steps = sum([sizes[v] * (1.0 + steps_of(e.name)) for e in equations for v in e.outvals])
+    return moved / device.bytes_per_s + steps / device.elementwise_per_s
