@@ -104,10 +104,21 @@ def work_seconds(eqn: JaxprEqn, device: Device) -> float:
 
 
 def _step_launch(eqn: JaxprEqn, device: Device) -> float:
-    """Return the fixed cost of a product in a step; a CPU inlines a product with a vector."""
+    """Return the fixed cost of a product in a step.
+
+    A CPU inlines a product with a vector, and computes an outer product with the operations that
+    read it: adding one of 3 by 3 to a carry takes 0.02 µs a step, one of 16 by 16 0.15 µs (a core).
+    """
     if device.loops.steps_are_launches or eqn.primitive.name != "dot_general":
         return device.loops.product_s
-    return 0.0 if _has_vector(eqn) else device.loops.product_s
+    return 0.0 if _has_vector(eqn) or _is_outer(eqn) else device.loops.product_s
+
+
+def _is_outer(eqn: JaxprEqn) -> bool:
+    """Return True if a product sums over no axis longer than one."""
+    (summed, _), _ = eqn.params["dimension_numbers"]
+    shape = shape_of(eqn.invars[0])
+    return all(shape[k] == 1 for k in summed)
 
 
 def _has_vector(eqn: JaxprEqn) -> bool:

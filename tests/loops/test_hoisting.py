@@ -290,6 +290,24 @@ def test_loops_with_literal_results_are_rewritten(
     assert inside(report.after.jaxpr, "dot_general") == left
 
 
+@pytest.mark.parametrize("width", [3, 64])
+def test_sums_of_small_outer_products_stay(width: int) -> None:
+    """XLA adds an outer product in the operation that reads it: no product starts in a step."""
+
+    def sums(xs, ys):
+        def step(carry, pair):
+            h, total = carry
+            h = jnp.tanh(h * pair[0])
+            return (h, total + jnp.tensordot(pair[1], h, 0)), None
+
+        start = jnp.zeros(width), jnp.zeros((width, width))
+        return lax.scan(step, start, (xs, ys))[0][1]
+
+    xs = jax.ShapeDtypeStruct((50, width), "float32")
+    report = sym_optimize(sums, device="cpu").explain(xs, xs)
+    assert ("loop_batching" in [r.name for r in report.rules]) == (width == 64)
+
+
 def test_sums_that_are_read_on_the_way_stay() -> None:
     def fun(xs, wx):
         def step(total, x):
