@@ -14,7 +14,7 @@ from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
-from symjax_rewrite.cost.temporaries import may_be_fresh, unpriced_seconds
+from symjax_rewrite.cost.temporaries import FreshMemory, fresh_memory, may_be_fresh
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
@@ -80,20 +80,20 @@ class _Variants:
         return layout_seconds(self.program, self.context.device)
 
     @functools.cached_property
-    def fresh_s(self) -> float:
-        """Return the seconds of fresh memory of the program without candidates."""
-        return self.fresh_seconds(self.program)
+    def fresh(self) -> FreshMemory:
+        """Return the fresh memory of the program without candidates."""
+        return self.fresh_of(self.program)
 
-    def fresh_seconds(self, program: Program) -> float:
-        """Return the seconds of fresh memory of a program that the prices of terms leave out.
+    def fresh_of(self, program: Program) -> FreshMemory:
+        """Return the fresh memory of a program.
 
         Temporaries of the body of a loop or branch are in the block of the whole call.
         """
         context = self.context
         if not may_be_fresh(program, context.device) or not context.call_s:
-            return 0.0
+            return FreshMemory()
         terms = context.terms(program)
-        return unpriced_seconds(terms.t, terms.need, terms.model)
+        return fresh_memory(terms.t, terms.need, terms.model)
 
     def added_seconds(self, found: Sequence[Candidate]) -> float:
         """Return the seconds that candidates add beside the prices of terms; 0 in a conflict.
@@ -104,11 +104,11 @@ class _Variants:
             made = self.of(found)
         except ConflictError:
             return 0.0
-        before_s = self.layout_s + self.fresh_s
-        fresh_s = self.fresh_seconds(made)
-        if fresh_s > self.fresh_s and (folded := self.context.folded(made)) is not made:
-            fresh_s = min(fresh_s, self.fresh_seconds(folded))
-        return layout_seconds(made, self.context.device) + fresh_s - before_s
+        before_s, fresh = self.layout_s, self.fresh
+        fresh_s = self.fresh_of(made).beyond(fresh)
+        if fresh_s > 0 and (folded := self.context.folded(made)) is not made:
+            fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
+        return layout_seconds(made, self.context.device) - before_s + fresh_s
 
 
 class _Choice:

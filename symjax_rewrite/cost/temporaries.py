@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
@@ -26,8 +26,23 @@ from symjax_rewrite.ir.term_graph import TermGraph
 Span = tuple[float, int, int]  # bytes, and the first and the last level that holds them
 
 
-def unpriced_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:
-    """Return the seconds of fresh memory that the prices of terms, value by value, leave out.
+class FreshMemory(NamedTuple):
+    """Seconds of fresh memory, and those of them that the prices of terms, by value, leave out."""
+
+    seconds: float = 0.0
+    unpriced: float = 0.0
+
+    def beyond(self, other: FreshMemory) -> float:
+        """Return the seconds left out that are more than those of another program.
+
+        They are no more than its block itself takes longer, and negative where less is left out.
+        """
+        longer = max(self.seconds - other.seconds, 0.0)
+        return min(self.unpriced - other.unpriced, longer)
+
+
+def fresh_memory(t: TermGraph, need: Needed, model: CostModel) -> FreshMemory:
+    """Return the fresh memory of a program.
 
     Args:
         t: the program as written.
@@ -36,16 +51,17 @@ def unpriced_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:
     """
     fresh_s = fresh_seconds(t, need, model, model.device)
     if not fresh_s:
-        return 0.0
+        return FreshMemory()
     facts = _facts(t, need, model)
     stored = _stored(t, need, facts, model)
-    return max(fresh_s - sum([facts[c].pages for c in stored if c not in t.leaf_value]), 0.0)
+    by_value = sum([facts[c].pages for c in stored if c not in t.leaf_value])
+    return FreshMemory(fresh_s, max(fresh_s - by_value, 0.0))
 
 
 def fresh_seconds(t: TermGraph, need: Needed, model: CostModel, device: Device) -> float:
     """Return the seconds of fresh memory for the temporaries of a call and for each result.
 
-    The arguments are those of `unpriced_seconds`. device: keeps some memory for the next call.
+    The arguments are those of `fresh_memory`. device: keeps some memory for the next call.
     """
     if not may_be_fresh(t.program, device):
         return 0.0
@@ -64,7 +80,7 @@ def may_be_fresh(program: Program, device: Device) -> bool:
 def block_bytes(t: TermGraph, need: Needed, model: CostModel) -> float:
     """Return the most bytes of temporaries that a program holds at once, results excluded.
 
-    The arguments are those of `unpriced_seconds`.
+    The arguments are those of `fresh_memory`.
     """
     facts = _facts(t, need, model)
     stored = _stored(t, need, facts, model)

@@ -10,7 +10,7 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
-from symjax_rewrite.cost.temporaries import block_bytes
+from symjax_rewrite.cost.temporaries import FreshMemory, block_bytes
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.reports.program_cost import ProgramTerms
 
@@ -63,3 +63,9 @@ def test_memory_of_pairs_that_a_fold_does_not_store_is_no_price(one_device: None
     report = sym_optimize(jax.grad(independence, (0, 1))).explain(spec, spec)
     assert "contraction_order" in [r.name for r in report.rules], report
     assert "fold" in [r.name for r in report.routes if r.taken], report
+
+
+def test_a_smaller_block_costs_nothing_where_prices_by_value_fall_more() -> None:
+    before, after = FreshMemory(0.04, 0.0), FreshMemory(0.02, 0.003)
+    assert after.beyond(before) == 0
+    assert FreshMemory(0.05, 0.02).beyond(before) == pytest.approx(0.01)
