@@ -191,6 +191,8 @@ class TermPart:
 
     def divided(self, new_value: Callable[[Any], int]) -> tuple[MakerRun, TermPart] | None:
         """Return the run of the only maker, and the values from its results; None for others."""
+        from symjax_rewrite.pallas_kernels.backend import deferring_kernels  # heavy: when used
+
         makers = {id(m): m for m in self.makers.values()}
         if len(makers) != 1 or self.forms or self.own or self.results is not None:
             return None
@@ -204,7 +206,8 @@ class TermPart:
             known = dict(zip(reads, arrays, strict=True))
             return maker.run(TermReader(self, lambda v: known[v] if isinstance(v, int) else v.val))
 
-        leaves, tree = jax.tree.flatten(jax.eval_shape(run, *avals))
+        with deferring_kernels(True):  # shapes need no kernel of another platform
+            leaves, tree = jax.tree.flatten(jax.eval_shape(run, *avals))
         values = tuple(new_value(jax_internals.array_aval(x.shape, x.dtype)) for x in leaves)
         return MakerRun(self, maker, values), replace(self, results=(values, tree), opens=True)
 

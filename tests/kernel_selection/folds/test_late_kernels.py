@@ -7,6 +7,7 @@ import pytest
 from jax import export
 
 from symjax_rewrite import jax_internals, jax_kernels, sym_optimize
+from symjax_rewrite.pallas_kernels.fold import triton
 from tests.pallas_kernels import gpu_compiler
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -29,6 +30,18 @@ def test_late_kernel_is_traced_by_the_lowering():
         assert not jax_internals.has_primitive(traced.jaxpr, KERNEL)
         lowered = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")}
     assert ["custom_call" in lowered[p] for p in lowered] == [False, True]
+
+
+def test_no_kernel_is_traced_for_the_shapes_of_a_fold(monkeypatch):
+    """A fold whose results are read before all its operands exist is run as a part of its own."""
+
+    def soft_nearest_and_mean(x, y):
+        distances = jnp.sum((x[:, None] - y[None]) ** 2, -1)
+        return jax.nn.logsumexp(-distances, 1), distances.mean()
+
+    monkeypatch.setattr(triton, "fold_triton", lambda *_: pytest.fail("a kernel is traced"))
+    report = sym_optimize(soft_nearest_and_mean, device="cpu").explain(*specs())
+    assert [use.name for use in report.routes if use.taken] == ["fold"]
 
 
 def test_a_program_is_lowered_for_a_gpu_without_one():
