@@ -182,10 +182,21 @@ class Terms:
     @functools.cached_property
     def seconds(self) -> float:
         """Return the modelled seconds of the program."""
+        return self._priced(self.model) + self.model.spread_bytes(self.t) / self._device.bytes_per_s
+
+    @functools.cached_property
+    def seconds_by_order(self) -> float:
+        """Return the part of these seconds that follows from the orders of axes in memory."""
+        return self._priced(self.model) - self._priced(CostModel(self._device, self.model.at))
+
+    def _priced(self, model: CostModel) -> float:
         g, roots = self.t.graph, tuple(sorted(self.need.outside))
         choice = {c: node_of(g, c) for c in self.need.order}
-        priced = self.model.evaluate(g, choice, roots, self.known.__contains__)
-        return priced.seconds + self.model.spread_bytes(self.t) / self.model.device.bytes_per_s
+        return model.evaluate(g, choice, roots, self.known.__contains__).seconds
+
+    @property
+    def _device(self) -> Device:
+        return self.model.device
 
 
 class OutOfTimeError(Exception):
@@ -223,7 +234,7 @@ class Context:
     selects: Callable[[Candidate, Program], bool] = lambda *_: True
     folded: Callable[[Program], Program] = lambda program: program
     call_s: float = 0.0
-    _made: tuple[Program, dict[Any, Any]] | None = field(default=None)
+    _made: list[tuple[Program, dict[Any, Any]]] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
         """Return True if the pack permits a pass, or another transformation that is no rule."""
@@ -244,9 +255,10 @@ class Context:
 
     def once(self, make: Callable[[Program], T], program: Program) -> T:
         """Return what a function makes of a program; it is made once."""
-        if self._made is None or self._made[0] is not program:
-            self._made = program, {}
-        made = self._made[1]
+        known = [pair for pair in self._made if pair[0] is program] or [(program, {})]
+        others = [pair for pair in self._made if pair[0] is not program]
+        self._made = [*known, *others[:2]]  # variants of a program are compared with it
+        made = known[0][1]
         if make not in made:
             made[make] = make(program)
         return made[make]

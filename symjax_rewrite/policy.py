@@ -32,18 +32,18 @@ def chosen(
         The program with the candidates taken, these candidates, and the refusals of the others.
     """
     device, variants = context.device, _Variants(program, context)
-    removed = _removed_copies(variants, found)
+    beside = _beside_prices(variants, found)
     choice = _Choice(found)
     for c in found:
-        if c.short and _group(c) not in removed:
+        if c.short and _group(c) not in beside:
             choice.refuse([c], c.short)
     choice.refuse(_unwanted(program, choice.left, context), Obstacle.CONFLICT("not admitted"))
     choice.refuse(
-        _small(program, choice.left, context, removed),
+        _small(program, choice.left, context, beside),
         Obstacle.SHARE(f"saves {margins.little(device)}"),
     )
     choice.refuse(
-        _copying(variants, choice.left),
+        _copying(variants, choice.left, beside),
         Obstacle.COST(
             "copies in other orders of axes, reads across rows or fresh memory take what it saves"
         ),
@@ -157,33 +157,41 @@ def _group(c: Candidate) -> object:
     return c.group or id(c)
 
 
-def _removed_copies(variants: _Variants, found: Sequence[Candidate]) -> dict[object, float]:
-    """Return by group the seconds of transposed copies, and reads across rows, that candidates end.
+def _beside_prices(
+    variants: _Variants, found: Sequence[Candidate]
+) -> dict[object, tuple[float, float]]:
+    """Return by group the seconds that candidates save beside their prices, where these decide.
 
-    The groups are those of candidates that gain too little by themselves, and enough beside these.
+    The first are of transposed copies and reads across rows, the second of slow orders of axes in
+    other operations. The groups are those of candidates that gain too little by themselves, and
+    enough beside these. The second count where no copies are added, whose prices are less certain.
     Small copies say nothing: calls of a small program differ by more.
     """
-    program, device = variants.program, variants.context.device
-    groups: dict[object, list[Candidate]] = defaultdict(list)
+    program, context = variants.program, variants.context
+    device, groups = context.device, defaultdict[object, list[Candidate]](list)
+    little = {*map(id, _small(program, [c for c in found if c.leaves_copies], context, {}))}
     for c in found:
-        if c.short:
+        if c.short or id(c) in little:
             groups[_group(c)].append(c)
-    before = variants.layout_s if groups else 0.0
-    least, removed = least_copy_seconds(device), {}
-    for key, members in groups.items() if before > least else ():
-        if not margins.pays_beside(members, -before, device):  # not even without all copies
+    if not groups or device.layouts is None:
+        return {}
+    copies, orders = variants.layout_s, context.terms(program).seconds_by_order
+    least, saved = least_copy_seconds(device), {}
+    for key, members in groups.items() if copies + orders > least else ():
+        if not margins.pays_beside(members, -copies - orders, device):  # not even without all
             continue
         try:
-            near = layout_seconds(program, device, _beside(program, members))
+            near = layout_seconds(program, device, _beside(program, members)) + orders
             if not margins.pays_beside(members, -near, device):
                 continue
             made = variants.of(members)
         except ConflictError:
             continue
-        gone = before - layout_seconds(made, device)
-        if gone > least and margins.pays_beside(members, -gone, device):
-            removed[key] = gone
-    return removed
+        gone = copies - layout_seconds(made, device)
+        by_order = orders - context.terms(made).seconds_by_order if gone > -least else 0.0
+        if gone + by_order > least and margins.pays_beside(members, -gone - by_order, device):
+            saved[key] = gone, by_order
+    return saved
 
 
 def _beside(program: Program, found: Sequence[Candidate]) -> list[Equation]:
@@ -201,15 +209,18 @@ def _beside(program: Program, found: Sequence[Candidate]) -> list[Equation]:
 
 
 def _small(
-    program: Program, found: Sequence[Candidate], context: Context, removed: Mapping[object, float]
+    program: Program,
+    found: Sequence[Candidate],
+    context: Context,
+    beside: Mapping[object, tuple[float, float]],
 ) -> list[Candidate]:
     """Return the candidates that gain too small a share of the whole program's time.
 
-    removed: by group, seconds that candidates save beside their prices.
+    beside: by group, seconds that candidates save beside their prices.
     """
     if not any(c.share for c in found):
         return []
-    gains: dict[object, float] = defaultdict(float, removed)
+    gains = defaultdict[object, float](float, {key: sum(both) for key, both in beside.items()})
     for c in found:
         gains[_group(c)] += c.saved_s
     device = context.device
@@ -228,17 +239,28 @@ def _small(
     return among(asked, context.program_seconds(program))
 
 
-def _copying(variants: _Variants, found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that gain too little beside the memory and orders of axes they need."""
+def _copying(
+    variants: _Variants,
+    found: Sequence[Candidate],
+    beside: Mapping[object, tuple[float, float]],
+) -> list[Candidate]:
+    """Return the candidates that gain too little beside the memory and orders of axes they need.
+
+    beside: by group, seconds that candidates save beside their prices.
+    """
     device = variants.context.device
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
     if not unpriced or device.layouts is None:
         return []
-    whole = variants.added_seconds(unpriced)
+
+    def added(found: Sequence[Candidate]) -> float:
+        by_order = (beside[key][1] for key in {*map(_group, found)} if key in beside)
+        return variants.added_seconds(found) - sum(by_order)
+
+    whole = added(unpriced)
     if whole <= 0 or all(margins.pays_beside([c], whole, device) for c in unpriced):
         return []
-    alone = variants.added_seconds
-    return [c for c in unpriced if not margins.pays_beside([c], alone([c]), device)]
+    return [c for c in unpriced if not margins.pays_beside([c], added([c]), device)]
 
 
 def _repeated(found: Sequence[Candidate]) -> list[Candidate]:

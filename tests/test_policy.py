@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import Options, packs, policy
-from symjax_rewrite.candidates import Candidate, Replacement
+from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.codegen.emission import run
 from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program, flatten
+from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.optimizer import Optimiser
 
 
@@ -49,8 +51,9 @@ def chain() -> tuple[Program, list[int]]:
 
 
 def taken(program: Program, *found: Candidate) -> tuple[Program, list[str], list[str]]:
-    context = Optimiser(Options(rules=packs.default), packs.default, CPU)
-    made, kept, refused = policy.chosen(program, found, context)  # pyright: ignore[reportArgumentType]
+    what = Options(rules=packs.default), packs.default, CPU, Assumptions({})
+    context = Context(*what, frozenset(), None, 0.0, lambda *_: None, {})
+    made, kept, refused = policy.chosen(program, found, context)
     return made, [c.name for c in kept], [r.name for r in refused]
 
 
@@ -199,6 +202,52 @@ def test_a_small_gain_counts_with_the_transposed_copies_that_go_with_it(turned):
     _, names, refused = taken(program, found)
     assert names == (["turned"] if turned else [])
     assert refused == ([] if turned else ["turned"])
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_small_gain_counts_with_the_sums_down_columns_that_go_with_it(copied):
+    """Not beside copies that it adds: their prices are less certain."""
+
+    def fun(x):
+        s = jnp.sum(x, 0)
+        return jnp.exp(s), s + 1
+
+    def other(x):
+        x = (x * jnp.sin(x)).T if copied else x
+        return (jnp.sin(x) if copied else x).reshape(64, -1)[0]
+
+    program = flatten(jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((64, 20_000), "float32")))
+    part = Replacement(program.equations[0].outvals, tuple(program.inputs), other)
+    costs = Cost(seconds=1.1e-3), Cost(seconds=1e-3)
+    found = Candidate("other", (part,), before=costs[0], after=costs[1], short="gains too little")
+    _, names, _ = taken(program, found)
+    assert names == ([] if copied else ["other"])
+
+
+def test_two_transposes_are_none():
+    """The product in between is read across the rows of its large operand."""
+
+    def seconds(fun):
+        program = flatten(jax.make_jaxpr(fun)(jnp.ones((5000, 64)), jnp.ones((5000, 4))))
+        return layout_seconds(program, CPU)
+
+    as_written = seconds(lambda x, y: x.T @ y)
+    assert seconds(lambda x, y: (x.T @ y).T.T) == as_written
+    assert as_written == seconds(lambda x, y: (y.T @ x).T) > 2 * seconds(lambda x, y: y.T @ x) > 0
+
+
+def test_a_transposed_function_of_a_product_is_a_copy():
+    """The product in the other order would read a large operand across its rows."""
+
+    def seconds(chain):
+        program = flatten(
+            jax.make_jaxpr(lambda x, y: jnp.sin(chain(y.T @ x).T))(
+                jnp.ones((5000, 64)), jnp.ones((5000, 4))
+            )
+        )
+        return layout_seconds(program, CPU)
+
+    assert 2 * seconds(jnp.negative) < seconds(lambda c: c)
 
 
 def test_operands_of_a_transposed_value_are_moved_once():

@@ -131,12 +131,16 @@ def placed_product(
     left, right = (_side(program, v, tuple(axes), makers) for v, axes in pairs)
     if left is None or right is None or left.order != right.order:
         return None
-    target, readers = e.outvals[0], users.get(e.outvals[0], [])
+    target, is_transposed = e.outvals[0], False
+    while target not in outputs:  # two transposes are none
+        reader, *others = users.get(target, ()) or (None,)
+        if reader is None or others or not _is_turn(reader):
+            break
+        target, is_transposed = reader.outvals[0], not is_transposed
     found = PlacedProduct(e, target, left, right, False)
-    transposed = len(readers) == 1 and target not in outputs and _is_turn(readers[0])
-    if transposed and not found.has_vector:
-        return PlacedProduct(e, readers[0].outvals[0], right, left, True)
-    return found
+    if is_transposed and found.has_vector:  # their order is XLA's choice
+        return replace(found, target=e.outvals[0])
+    return replace(found, left=right, right=left, transposed=True) if is_transposed else found
 
 
 def _is_turn(e: Equation) -> bool:

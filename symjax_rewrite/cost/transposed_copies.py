@@ -21,7 +21,7 @@ from symjax_rewrite.cost.profile_groups import SLOW_MAPS, ProductLayouts
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE
-from symjax_rewrite.ir.transposed_values import transposed_value
+from symjax_rewrite.ir.transposed_values import TransposedValue, transposed_value
 
 FOLDING = frozenset({"dot_general", "gather"})  # that read an operand in any order of its axes
 FUSED = (ELEMENTWISE - SLOW_MAPS) | {"broadcast_in_dim", "transpose"}  # into each reader
@@ -42,23 +42,14 @@ def transposed_seconds(
         for e in program.equations
         if e.name == "transpose"
         and e.outvals[0] not in outputs
-        and all(r.name in FOLDING for r in users.get(e.outvals[0], ()))
+        and all(r.name in FOLDING or _undoes(r, e) for r in users.get(e.outvals[0], ()))
     }
     makers = makers_of(program.equations)
     copies = _Copies(program.avals, makers, _shared(users), device, device.layouts)
     seconds = 0.0
     for e in program.equations if within is None else within:
         if e.name == "transpose" and e.outvals[0] not in folded:
-            found = transposed_value(e, makers, users, outputs)
-            if found is None:
-                order = range(len(e.eqn.params["permutation"]))
-                seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, order)
-            else:
-                # `placed_products` prices the matrix product that a transposition itself reads.
-                if found.equations or _rank(e) > 2:
-                    seconds += sum(swapped_seconds(p, device.layouts) for p in found.products)
-                aval: Any = e.eqn.invars[0].aval
-                seconds += sum(copies.of(v, aval, found.order) for v in found.stored)
+            seconds += _transposition(e, transposed_value(e, makers, users, outputs), copies)
         elif _multiplies(e):
             if e.outvals[0] in outputs or any(map(_is_other, users.get(e.outvals[0], ()))):
                 seconds += copies.of(e.outvals[0], e.eqn.outvars[0].aval, range(_rank(e)))
@@ -93,6 +84,32 @@ def least_copy_seconds(device: Device) -> float:
     """Return the seconds of the largest copy that is too small for a decision."""
     facts = device.layouts
     return 0.0 if facts is None else facts.least_elements * facts.copy_s
+
+
+def _undoes(second: Equation, first: Equation) -> bool:
+    """Return True if two transposes in turn are none."""
+    if second.name != "transpose":
+        return False
+    order = first.eqn.params["permutation"]
+    return [order[k] for k in second.eqn.params["permutation"]] == [*range(len(order))]
+
+
+def _transposition(e: Equation, found: TransposedValue | None, copies: _Copies) -> float:
+    """Return the seconds of a transposition.
+
+    found: the transposed products that it can be computed from. XLA transposes a product alone,
+    which `placed_products` prices where it has no batch, and reads a function of products across
+    its rows; `product_orientation` has the other form.
+    """
+    copy_s = copies.of(e.outvals[0], e.eqn.outvars[0].aval, range(_rank(e)))
+    if found is None:
+        return copy_s
+    aval: Any = e.eqn.invars[0].aval
+    if not found.equations and aval.ndim == 2:
+        return 0.0
+    inside_s = sum(swapped_seconds(p, copies.layouts) for p in found.products)
+    inside_s += sum(copies.of(v, aval, found.order) for v in found.stored)
+    return min(copy_s, inside_s) if found.equations else inside_s
 
 
 def _multiplies(e: Equation) -> bool:

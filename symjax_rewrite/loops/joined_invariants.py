@@ -2,7 +2,8 @@
 
 In `(h @ A) @ B` nothing is loop-invariant as written. `A @ B` may cost more than one step saves,
 and less than all steps save. The algebra therefore runs on the body with its invariants as frozen
-inputs, whose products cost nothing. A loop of unknown length must gain within `FEW_STEPS`.
+inputs, whose products cost nothing. A loop of unknown length must also lose nothing within
+`FEW_STEPS`.
 
     for …: h ← tanh((h @ A) @ B)  →  C = A @ B; for …: h ← tanh(h @ C)
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
@@ -35,9 +36,19 @@ def invariant_inputs(eqn: JaxprEqn) -> frozenset[int]:
     return frozenset(range(count))
 
 
-def least_steps(loop: Loop) -> int:
-    """Return the number of steps of a loop; of unknown numbers one that nearly all loops reach."""
-    return FEW_STEPS if loop.condition is not None else loop.steps
+def pays_joined(
+    before_s: Callable[[int], float], after_s: Callable[[int], float], loop: Loop, device: Device
+) -> bool:
+    """Return True if a product of invariants, computed once, saves time.
+
+    before_s, after_s: seconds (or operations) of so many steps. `FEW_STEPS` is a number that nearly
+    all loops reach.
+    """
+    steps, few = loop.steps, FEW_STEPS
+    gains = margins.pays(before_s(steps), after_s(steps), "hoist", device)
+    return gains and (
+        loop.condition is None or margins.pays(before_s(few), after_s(few), "even", device)
+    )
 
 
 def may_join(loop: Loop, device: Device) -> bool:
@@ -95,9 +106,8 @@ class _Pairs:
         alone = sum([aval_size(e.eqn.outvars[0].aval) * self._summed(e) for e in (inner, outer)])
         moving, first = self._sizes(inner)
         columns = self._sizes(outer)[1] / self._summed(outer)
-        steps = least_steps(self.loop)
-        joined = steps * moving * columns + first * columns
-        return margins.pays(steps * alone, joined, "hoist", self.device)
+        joined = lambda steps: steps * moving * columns + first * columns  # noqa: E731
+        return pays_joined(lambda steps: steps * alone, joined, self.loop, self.device)
 
     def _summed(self, e: Equation) -> float:
         return max(elements(tuple(summed_sizes(e.eqn))), 1.0)

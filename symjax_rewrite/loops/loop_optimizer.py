@@ -30,7 +30,7 @@ from symjax_rewrite.loops.carry_dependence import composes, describe
 from symjax_rewrite.loops.changes import Seconds, candidate, loop_part, part_of, refused, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
-from symjax_rewrite.loops.joined_invariants import invariant_inputs, least_steps, may_join
+from symjax_rewrite.loops.joined_invariants import invariant_inputs, may_join, pays_joined
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.loops.loop_reading import LOOPS, read_loop
 from symjax_rewrite.loops.motion import Motion, moved_seconds
@@ -387,9 +387,9 @@ class LoopSearch:
         other = self._with_body(e, body)
         if other is None:
             return None
-        steps = least_steps(loop)
-        before_s = moved_seconds(loop, motion, device, steps)
-        if not margins.pays(before_s, moved_seconds(*other, device, steps), "hoist", device):
+        before_s = lambda steps: moved_seconds(loop, motion, device, steps)  # noqa: E731
+        after_s = lambda steps: moved_seconds(*other, device, steps)  # noqa: E731
+        if not pays_joined(before_s, after_s, loop, device):
             return None
         return *other, ((body, spots[0].times),)
 

@@ -106,10 +106,11 @@ def test_options_keep_the_products(options: dict[str, Any]) -> None:
     assert products_in_steps(fun, H, A, B, **options) == 2
 
 
-def test_a_loop_of_unknown_length_must_gain_within_few_steps() -> None:
-    few = H[: ROWS // (2 * FEW_STEPS)]
+def test_a_loop_of_unknown_length_must_lose_nothing_within_few_steps() -> None:
+    few, more = H[: ROWS // FEW_STEPS], H[: ROWS // FEW_STEPS + 2]
     assert products_in_steps(lambda *args: counted(dense, *args), few, A, B) == 1
     assert products_in_steps(lambda *args: until(dense, *args), few, A, B) == 2
+    assert products_in_steps(lambda *args: until(dense, *args), more, A, B) == 1
 
 
 def test_a_plan_repeats_it() -> None:

@@ -61,6 +61,7 @@ FIRES = {
     ),
     "few columns, transposed result": (lambda x, y: (y.T @ x).T, X, FEW),
     "two transposes": (lambda x, y: x.T @ y.T, X, FEW.T + 0),
+    "two transposes of the result": (lambda x, y: (x.T @ y).T.T, X, FEW),
     "two summed axes": (
         lambda x, y: jnp.einsum("btd,bth->dh", x, y), array(10, 500, 64), array(10, 500, 4),
     ),
