@@ -208,6 +208,16 @@ class FoldFacts:
     library_columns: float = quantity(
         "columns", "of which that call stores the weights of all rows", NO_SCRIPT, 0
     )
+    library_heads: bool = fact(
+        "in a batch that call stores the weights of one of its parts (a head) at a time", False
+    )
+    head_features: float = quantity(
+        "features", "of a head's result: with so few that call stores no weights in a batch, of "
+        "rows of `least_head_columns` to `head_columns`",
+        NO_SCRIPT, 0,
+    )  # fmt: skip
+    head_columns: float = quantity("columns", "of rows of such heads, at most", NO_SCRIPT, 0)
+    least_head_columns: float = quantity("columns", "the same, at least", NO_SCRIPT, 0)
     library_features: float = quantity(
         "features", "of the result, from which on that call stores no term that is computed "
         "element by element",

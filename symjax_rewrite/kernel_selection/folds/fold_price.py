@@ -39,6 +39,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     is_in_library,
     is_streamed,
     largest_bytes,
+    library_calls,
     stores_no_term,
     transposed_pairs_seconds,
 )
@@ -92,15 +93,13 @@ def compared(
     fresh = 0 if streamed else bytes_whole(t, cluster, device, library)
     copied = largest_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
     copies = 0 if streamed else copied * (1 + library)
-    fresh += copies
+    fresh, calls, apart = fresh + copies, 1, inside and not copies
+    if apart:  # the library allocates each term by itself
+        calls = library_calls(cluster, device)
+        fresh = min(fresh, largest_bytes(t, cluster) // calls)
     fast = with_temporaries(device, fresh)
-    if streamed:
-        whole = seconds_streamed(t, cluster, fast)
-    elif inside and not copies:
-        apart = min(fresh, largest_bytes(t, cluster))  # the library allocates each term by itself
-        whole = seconds_streamed(t, cluster, fast) + device.page_seconds(apart)
-    else:
-        whole = seconds_whole(t, cluster, fast) + device.page_seconds(fresh)  # of all its values
+    whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, fast)
+    whole += calls * device.page_seconds(fresh)
     return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
 
 

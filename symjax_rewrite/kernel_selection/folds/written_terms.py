@@ -121,13 +121,18 @@ def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
 
 
 def stores_no_term(t: TermGraph, cluster: Cluster, device: Device) -> bool:
-    """Return True for a softmax without a batch of which the library never stores all weights.
+    """Return True for a softmax of which the library never stores the weights of all rows.
 
     Its rows are short, or its scores are computed element by element, without a product or a sum.
+    In a batch its results have few features.
     """
-    if not all(len(m.space) == 2 for m in cluster.members):
-        return False
     folds = device.folds
+    if not all(len(m.space) == 2 for m in cluster.members):
+        return all(
+            _features(t, m) <= folds.head_features
+            and folds.least_head_columns <= m.pairs // rows_reduced(m) <= folds.head_columns
+            for m in cluster.members
+        )
     weighted = [m for m in cluster.members if len(m.reduction.args) > 1]
     if any(_features(t, m) == 1 for m in weighted):  # a product with a vector is no part of a call
         return False
@@ -154,6 +159,12 @@ def _is_sum(t: TermGraph, cls: int) -> bool:
 def largest_bytes(t: TermGraph, cluster: Cluster) -> int:
     """Return the bytes of the largest pairwise term of a cluster."""
     return max(bytes_of(t, c) for c in cluster.classes()[0])
+
+
+def library_calls(cluster: Cluster, device: Device) -> int:
+    """Return how often one call of the library allocates weights (`is_in_library`)."""
+    heads = min(m.pairs // m.count({m.pair.row, m.pair.column}) for m in cluster.members)
+    return heads if device.folds.library_heads else 1
 
 
 def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:
