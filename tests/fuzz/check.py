@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -194,7 +195,8 @@ def choosing(mode: Mode) -> Iterator[None]:
     """Inside, the optimiser chooses as the mode says."""
     with contextlib.ExitStack() as stack:
         if mode.choice != "model":
-            cpu = changed(margins={"share_of_program": -float("inf")})
+            read = {"large_program": sys.maxsize}  # terms of small arrays too
+            cpu = changed(margins={"share_of_program": -float("inf")}, search=read)
             stack.enter_context(mock.patch.dict(device_profiles.DEVICES, cpu=cpu))
         if mode.choice in ("random", "wide"):
             stack.enter_context(
