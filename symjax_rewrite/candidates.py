@@ -182,12 +182,16 @@ class Terms:
     @functools.cached_property
     def seconds(self) -> float:
         """Return the modelled seconds of the program."""
-        return self._priced(self.model) + self.model.spread_bytes(self.t) / self._device.bytes_per_s
+        return self._in_order + self.model.spread_bytes(self.t) / self._device.bytes_per_s
 
     @functools.cached_property
     def seconds_by_order(self) -> float:
         """Return the part of these seconds that follows from the orders of axes in memory."""
-        return self._priced(self.model) - self._priced(CostModel(self._device, self.model.at))
+        return self._in_order - self._priced(CostModel(self._device, self.model.at))
+
+    @functools.cached_property
+    def _in_order(self) -> float:
+        return self._priced(self.model)
 
     def _priced(self, model: CostModel) -> float:
         g, roots = self.t.graph, tuple(sorted(self.need.outside))
