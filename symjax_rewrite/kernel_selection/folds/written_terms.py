@@ -163,8 +163,10 @@ def largest_bytes(t: TermGraph, cluster: Cluster) -> int:
 
 def library_calls(cluster: Cluster, device: Device) -> int:
     """Return how often one call of the library allocates weights (`is_in_library`)."""
-    heads = min(m.pairs // m.count({m.pair.row, m.pair.column}) for m in cluster.members)
-    return heads if device.folds.library_heads else 1
+    heads = [
+        m.count(i for i in m.space if i not in (m.pair.row, m.pair.column)) for m in cluster.members
+    ]
+    return min(heads) if device.folds.library_heads else 1
 
 
 def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:

@@ -308,6 +308,18 @@ def test_a_call_in_a_batch_stores_what_the_version_of_the_library_does(heads, ro
     assert takes_fold(attention, *[(1, 4096, features)] * 3)
 
 
+def test_many_heads_of_one_query_have_a_price():
+    """A tile of one row has no index of rows."""
+
+    def decoded(q, k, v):
+        scores = jnp.einsum("hd,hjd->hj", q, k)
+        return jnp.einsum("hj,hjd->hd", jax.nn.softmax(scores, -1), v)
+
+    specs = spec(8192, 64), spec(8192, 1000, 64), spec(8192, 1000, 64)
+    f = sym_optimize(decoded, device="cpu", kernels="always", on_unsupported="error")
+    assert any(r.ratio for r in f.explain(*specs).routes if r.name == "fold")
+
+
 def by_blocks(q, k, v, mask):
     scores = jnp.einsum("hid,hjd->hij", q, k) / 8
     whole = jnp.repeat(jnp.repeat(mask, 64, 0), 64, 1)
