@@ -30,17 +30,14 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite.candidates import Candidate, Context, Replacement
-from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import (
-    elements,
     selection_seconds,
     shape_of,
     sorting_seconds,
@@ -48,7 +45,7 @@ from symjax_rewrite.cost.equation_cost import (
 )
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, users_of, walk
+from symjax_rewrite.ir.dataflow import cone, numbers, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
@@ -57,12 +54,20 @@ from symjax_rewrite.rewriting.equation_forms import (
     is_in_place,
     unstored_bytes,
 )
+from symjax_rewrite.rewriting.fused_chains import (
+    FUSED,
+    REDUCTIONS,
+    Chain,
+    Fused,
+    is_view,
+    own_axes,
+    size_made,
+    size_read,
+)
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 from symjax_rewrite.rewriting.selected_extrema import extremum_of
 
 RULE = (STORED, LOCALITY)
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-FUSED = ELEMENTWISE | VIEWS
 BARRIER = "optimization_barrier"
 DTYPES = ("float32",)
 
@@ -81,8 +86,8 @@ class FusionLimits:
         if facts.square_repeats:
             yield from _square_products(r)
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
-        reductions = [e for e in found if not _is_view(e)]
-        found = [e for e in reductions if _read(e) >= facts.least_elements]
+        reductions = [e for e in found if not is_view(e)]
+        found = [e for e in reductions if size_read(e) >= facts.least_elements]
         weighted: dict[Equation, Candidate] = {}
         if context.reorders():
             weighted = dict(_weighted_sums(r))
@@ -100,105 +105,6 @@ class FusionLimits:
             yield from _selections(r)
 
 
-class Fused:
-    """A program as XLA fuses it on a device.
-
-    makers: of every value. users: the equations that read it.
-    """
-
-    def __init__(self, program: Program, device: Device, facts: FusionFacts) -> None:
-        self.program, self.device, self.facts = program, device, facts
-        self.makers = makers_of(program.equations)
-        self._chains: dict[int, Chain] = {}
-
-    @functools.cached_property
-    def users(self) -> dict[int, list[Equation]]:
-        return users_of(self.program.equations)
-
-    def chain(self, x: int) -> Chain:
-        """Return the operations that compute a value from smaller ones."""
-        if x not in self._chains:
-            self._chains[x] = _chain(x, self)
-        return self._chains[x]
-
-    def pays(self, before_s: float, after_s: float) -> bool:
-        """Return True if a form is predicted enough faster."""
-        return margins.pays(before_s, after_s, "orientation", self.device)
-
-
-@dataclass(slots=True)
-class Chain:
-    """The operations that XLA fuses into a reduction.
-
-    steps: operations on arrays of the size of the operand, up to those that XLA stores since
-    several equations read them. width: of the shortest innermost rows of these arrays. spread:
-    smaller values that are repeated to that size, with the equations that repeat them. computed:
-    True if no array of that size is read from memory. selected: selections that are extrema. fused:
-    False if the library lacks another operation, so that XLA stores the operand of the reduction.
-    """
-
-    width: int
-    steps: int = 0
-    spread: dict[int, list[Equation]] = field(default_factory=dict)
-    computed: bool = True
-    selected: list[Equation] = field(default_factory=list)
-    fused: bool = True
-
-    @property
-    def is_in_call(self) -> bool:
-        """Return True if one call computes the operand, from smaller values alone."""
-        return self.fused and self.computed and bool(self.spread)
-
-
-def _chain(x: int, r: Fused) -> Chain:
-    avals, makers, users = r.program.avals, r.makers, r.users
-    shape = avals[x].shape
-    found, size, seen, stack = Chain(shape[-1] if shape else 1), elements(shape), {x}, [x]
-    stored: set[int] = set()  # and their operands
-    for v in stack:
-        maker = makers.get(v)
-        if avals[v].shape != shape and elements(avals[v].shape) < size:
-            found.spread.setdefault(v, [])
-        elif maker is not None and (maker.name in FUSED or _is_view(maker)):
-            if v != x and len(users[v]) > 1:
-                stored.add(v)
-            if v in stored:
-                stored.update(maker.reads)
-            if maker.name in ELEMENTWISE and maker.name not in VIEWS:
-                found.steps += v not in stored
-                found.width = min([found.width, *avals[v].shape[-1:]])
-            reads = maker.reads
-            if extremum_of(maker, makers):
-                found.selected.append(maker)
-                reads = reads[1:]  # without the test
-            elif found.fused and maker.name in ELEMENTWISE and maker.name not in VIEWS:
-                found.fused = is_known(maker.name, [makers[a].name for a in reads if a in makers])
-            for a in reads:
-                if elements(avals[a].shape) < size:
-                    found.spread.setdefault(a, []).append(maker)
-            fresh = [a for a in dict.fromkeys(reads) if a not in seen]
-            stack += fresh
-            seen.update(fresh)
-        elif maker is None or maker.reads:  # not an iota
-            found.computed = False
-    return found
-
-
-def _is_view(e: Equation) -> bool:
-    """Return True for a reduction of axes of one element."""
-    return e.name in REDUCTIONS and _read(e) == _made(e)
-
-
-def _read(e: Equation) -> int:
-    """Return the elements of an equation's first operand."""
-    return math.prod(shape_of(e.eqn.invars[0]))
-
-
-def _made(e: Equation) -> int:
-    """Return the elements of an equation's first result."""
-    return math.prod(shape_of(e.eqn.outvars[0]))
-
-
 def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield reductions of short rows, and products that are computed in reductions."""
     facts, makers, users = r.facts, r.makers, r.users
@@ -213,18 +119,17 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
             if r.pays(*seconds):
                 shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
-                if not (shared and _read(e) // _made(e) % facts.vector == 0):
+                if not (shared and size_read(e) // size_made(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
-        matrices = {v: us for v in chain.spread if (us := _matrix_readers(v, chain, r))}
-        if not matrices:
+        if not chain.matrices:
             continue
-        row_s = facts.row_s * _read(e) / chain.width
+        row_s = facts.row_s * size_read(e) / chain.width
         readers = {u.name for u in _fused_readers(e, users)}
         if facts.product_bytes and "dot_general" in readers:
             continue  # that product computes the reduction
-        written_s = facts.stored_s * _read(e) + r.device.page_seconds(4.0 * _read(e))
+        written_s = facts.stored_s * size_read(e) + r.device.page_seconds(4.0 * size_read(e))
         is_last = not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
-        for v, repeated in matrices.items():
+        for v, repeated in chain.matrices.items():
             for p in _made_from([v], makers):
                 made: Any = p.eqn.outvars[0].aval
                 if p.name != "dot_general" or made.dtype not in DTYPES:
@@ -239,18 +144,6 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     yield from products.values()
 
 
-def _matrix_readers(v: int, chain: Chain, r: Fused) -> list[Equation]:
-    """Return the equations that repeat a smaller value which may be a product of two matrices."""
-    shape = r.program.avals[v].shape
-    return [u for u in chain.spread[v] if len(_own_axes(shape, u)) > 1]
-
-
-def _own_axes(shape: tuple[int, ...], u: Equation) -> list[int]:
-    """Return the axes along which an equation does not repeat an operand of a shape."""
-    places = u.eqn.params.get("broadcast_dimensions", range(len(shape_of(u.eqn.outvars[0]))))
-    return [k for k, n in zip(places, shape, strict=False) if n > 1]
-
-
 def _writes_pairs(
     p: Equation, shape: tuple[int, ...], u: Equation, is_last: bool, facts: FusionFacts
 ) -> bool:
@@ -259,7 +152,7 @@ def _writes_pairs(
     shape: of the product, or of a function of it. u: the equation that repeats it. is_last: True if
     no operation of the library follows in the fusion.
     """
-    whole, own = shape_of(u.eqn.outvars[0]), _own_axes(shape, u)
+    whole, own = shape_of(u.eqn.outvars[0]), own_axes(shape, u)
     is_outer = any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
     left, (_, (batch, _)) = shape_of(p.eqn.invars[0]), p.eqn.params["dimension_numbers"]
     matrix = math.prod(n for k, n in enumerate(left) if k not in batch)
@@ -277,9 +170,11 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
         readers = {u.outvals: u for u in _fused_readers(e, r.users) if u.name == "dot_general"}
         products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
         if len(readers) == len(products) == 1:  # XLA stores the operands of several products
-            rows_s = facts.row_s * _made(e)
-            fused_s = rows_s + device.page_seconds(4.0 * _read(e))
-            stored_s = rows_s + facts.stored_s * _made(e) + device.page_seconds(4.0 * _made(e))
+            rows_s = facts.row_s * size_made(e)
+            fused_s = rows_s + device.page_seconds(4.0 * size_read(e))
+            stored_s = (
+                rows_s + facts.stored_s * size_made(e) + device.page_seconds(4.0 * size_made(e))
+            )
             if r.pays(fused_s, stored_s):
                 yield candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
 
@@ -319,7 +214,7 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
 def _sums_of_selections(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield the selections in sums of computed rows that are extrema, which XLA fuses."""
     for e in found:
-        size, chain = _read(e), r.chain(e.reads[0])
+        size, chain = size_read(e), r.chain(e.reads[0])
         if not (chain.selected and chain.is_in_call and _is_along_rows(e, chain.width)):
             continue
         fused_s = _elementwise_seconds(e.reads[0], r) + r.facts.row_s * size / chain.width
@@ -374,7 +269,7 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
 def _elementwise_seconds(v: int, r: Fused) -> float:
     """Return the seconds of the arithmetic that computes a value, in one fused loop."""
     made = [m for m in _made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
-    sizes = [_made(m) for m in made]
+    sizes = [size_made(m) for m in made]
     steps = [n * (1 + r.device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
     return sum(steps) / r.device.folds.fused_steps_per_s
 
@@ -389,8 +284,8 @@ def _square_products(r: Fused) -> Iterator[Candidate]:
     alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
     for e, k in repeated:
         x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
-        sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not _is_view(m)]
-        sums = [m for m in sums if _made(m) == size]
+        sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not is_view(m)]
+        sums = [m for m in sums if size_made(m) == size]
         work = sum(work_seconds(m.eqn, r.device) for m in sums)
         seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
         if sums and r.pays(*seconds):
@@ -469,10 +364,10 @@ def _seconds(e: Equation, width: int, r: Fused) -> tuple[float, float]:
 
 def _repeated_seconds(chain: Chain, e: Equation, r: Fused) -> float:
     """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
-    size, steps = _read(e), 0.0
+    size, steps = size_read(e), 0.0
     for maker in _made_from(chain.spread, r.makers):
         if maker.name in FUSED:
-            made = _made(maker)
+            made = size_made(maker)
             steps += (size - made) * r.device.functions.of(maker.name)
     return steps / r.device.folds.fused_steps_per_s
 
@@ -492,7 +387,7 @@ def _repeated_results(found: list[Equation], r: Fused) -> Iterator[Candidate]:
         innermost = min(k for k in repeated if {*range(k, max(repeated))} <= repeated)
         pieces = math.prod(shape[:innermost])
         both_s = math.prod(shape) * 4 / device.bytes_per_s + device.launch_s
-        seconds = both_s + facts.repeated_s * pieces, both_s + facts.stored_s * _made(e)
+        seconds = both_s + facts.repeated_s * pieces, both_s + facts.stored_s * size_made(e)
         if math.prod(shape) >= facts.least_elements and r.pays(*seconds):
             yield candidate(RULE, e.where(), _stored_result(e), seconds)
 
@@ -513,7 +408,7 @@ def _repetition(e: Equation, r: Fused) -> Equation | None:
             v = u.outvals[u.invals.index(v)]
             continue
         if u.name in VIEWS:
-            found = u if found is None and _made(u) > _read(u) else found
+            found = u if found is None and size_made(u) > size_read(u) else found
         elif found is not None:
             return None if u.name in ELEMENTWISE | REDUCTIONS else found
         elif not is_known(u.name, [r.makers[a].name for a in u.reads if a in r.makers]):

@@ -11,6 +11,8 @@ from jax import lax
 
 from symjax_rewrite import packs, sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.rewriting import fused_chains
 
 NAME = "fusion_limits"
 OLD = pytest.mark.skipif(
@@ -244,6 +246,27 @@ def test_special_values_are_kept() -> None:
 
 def test_other_dtypes_stay() -> None:
     assert not stored(lambda x: jnp.sum((x[None] - x[:, None]) ** 2 + 1, 1), POINTS.astype(int))
+
+
+def test_what_computes_a_stream_of_residuals_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reduction reads the stream through all layers below it."""
+    read: list[object] = []
+    of = fused_chains.extremum_of
+    monkeypatch.setattr(fused_chains, "extremum_of", lambda e, m: (read.append(e), of(e, m))[1])
+
+    def stream(x: jax.Array, ws: jax.Array) -> jax.Array:
+        for w in ws:
+            x = x + jnp.tanh((x - x.mean(-1, keepdims=True)) * w)
+        return x
+
+    closed = jax.make_jaxpr(stream)(array(300, 64), array(20, 64))
+    program = flatten(closed)
+    assert CPU.fusions is not None
+    r = fused_chains.Fused(program, CPU, CPU.fusions)
+    sums = [e for e in program.equations if e.name == "reduce_sum"]
+    chains = [r.chain(e.reads[0]) for e in sums]
+    assert len(chains) == 20 and len(read) < 2 * len(program.equations)
+    assert [len(c.spread) for c in chains] == [2 * n for n in range(20)]  # a mean and a weight
 
 
 def threshold(x):
