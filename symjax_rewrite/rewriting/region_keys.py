@@ -4,11 +4,14 @@ A key has one row per class of a region, operands first. The order of a class's 
 graph follows the numbers of its operands, which differ between equal layers (the first layer reads
 the embedding). So a key orders the slots itself. It orders slots of the roots by colours, which
 depend on the content, and slots of an operand as the first term that reads it.
+
+Most equal layers have equal terms in the same order, too. One of them is numbered, and the others
+take its key with their own classes (`Numberings`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,9 +92,75 @@ class Region:
     slots: dict[int, Axes] = field(default_factory=dict)
     tags: dict[int, LeafTag] = field(default_factory=dict)
 
+    def take(self, other: Region, to: Mapping[int, int]) -> None:
+        """Take the numbering of a region that is written alike.
+
+        to: the class of this region for each class of the other that is not the same.
+        """
+        self.key = other.key
+        self.classes = [to.get(c, c) for c in other.classes]
+        self.leaves = [to.get(c, c) for c in other.leaves]
+        self.local = {to.get(c, c): number for c, number in other.local.items()}
+        self.slots = {to.get(c, c): slots for c, slots in other.slots.items()}
+        self.tags = {to.get(c, c): tag for c, tag in other.tags.items()}
+
     def in_key(self, cls: int, ref: Ref) -> Ref:
         """Return a reference over the slots of a class, over the places of these in the key."""
         return ref.over({slot: k for k, slot in enumerate(self.slots[cls])})
+
+
+class Numberings:
+    """Numbers the regions of a program; regions that are written alike are numbered once.
+
+    Two regions are written alike if their classes, in order, have equal terms of operands at equal
+    places. A numbering reads nothing else of a region, so that the numbering of one with every
+    class replaced by the class at its place is that of the other.
+
+    tag: returns the tag of a leaf.
+    """
+
+    def __init__(self, g: EGraph, need: Needed, tag: Callable[[int], LeafTag]) -> None:
+        self.g, self.need, self.tag = g, need, tag
+        self._first: dict[tuple, tuple[Region, list[int]]] = {}
+
+    def number(self, region: Region) -> None:
+        """Set the key of a region, and the order of its classes and slots."""
+        written = self._written(region)
+        first = None if written is None else self._first.get(written[0])
+        if first is not None and written is not None:
+            region.take(first[0], dict(zip(first[1], written[1], strict=True)))
+            return
+        Numbering(self.g, self.need, region, self.tag).run()
+        if written is not None:
+            self._first[written[0]] = region, written[1]
+
+    def _written(self, region: Region) -> tuple[tuple, list[int]] | None:
+        """Return the terms of a region by places, and the class at each place.
+
+        None if it reads a condition, whose operands belong to its numbering.
+        """
+        g, uses, roots = self.g, self.need.uses, set(region.roots)
+        classes = [*region.classes]
+        place = {c: k for k, c in enumerate(classes)}
+        rows: list[tuple] = []
+        for c in region.classes:
+            args, of = [], g.classes[c]
+            for a in of.first.args:
+                if a.cls not in place:
+                    leaf = g.classes[a.cls]
+                    if leaf.first.op in NULLARY:  # one class for the whole program
+                        place[a.cls] = -1 - a.cls
+                    elif is_condition(g, a.cls):
+                        return None
+                    else:
+                        place[a.cls] = len(classes)
+                        classes.append(a.cls)
+                        rows.append((leaf.sizes, leaf.dtype, self.tag(a.cls)))
+                args.append((place[a.cls], a.axes))
+            op, attr, _, _, bound = of.first
+            info = (of.sizes, of.dtype, min(uses.get(c, 0), 2), c in roots, c in region.fused)
+            rows.append((op, attr, tuple(args), bound, *info))
+        return tuple(rows), classes
 
 
 class Numbering:

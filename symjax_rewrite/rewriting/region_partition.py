@@ -31,7 +31,7 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import selected_case
-from symjax_rewrite.rewriting.region_keys import Key, LeafTag, Numbering, Region
+from symjax_rewrite.rewriting.region_keys import Key, LeafTag, Numberings, Region
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
 LINEAR = frozenset({CONTRACT, ADD})
@@ -54,14 +54,14 @@ def find_regions(
     g, users = t.graph, need.users
     regions = []
     keys: dict[Key, Key] = {}
-    products = _products(g, need.order)
+    products, numberings = _products(g, need.order), Numberings(g, need, tag)
     for classes in map(part_of, _groups(t, need)):
         inside = set(classes)
         if not _is_interesting(g, inside, products, frozen) or _is_empty(g, classes):
             continue
         roots = [c for c in classes if c in need.outside or not inside.issuperset(users.get(c, ()))]
         region = Region(classes, roots, {c for c in roots if _is_fused(g, need, c)})
-        Numbering(g, need, region, tag).run()
+        numberings.number(region)
         region.key = keys.setdefault(region.key, region.key)  # equal keys are one object
         regions.append(region)
     return sorted(regions, key=lambda r: r.classes[-1])

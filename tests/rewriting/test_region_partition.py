@@ -8,7 +8,8 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build
-from symjax_rewrite.rewriting.region_keys import LeafTag
+from symjax_rewrite.rewriting import region_keys
+from symjax_rewrite.rewriting.region_keys import LeafTag, Region
 from symjax_rewrite.rewriting.region_partition import find_regions
 
 
@@ -64,6 +65,32 @@ def test_equal_layers_are_solved_once_for_any_order_of_axes():
             regions = _regions(fun, *weights, jnp.zeros((B, T), jnp.int32))
             counts.append(len({r.key for r in regions}))
         assert counts[0] == counts[1] <= 8, counts
+
+
+def test_regions_that_are_written_alike_are_numbered_once(monkeypatch):
+    """A region that takes the numbering of another has the one that it would get by itself."""
+
+    def layer(x, p, mask):
+        a, b, c = p
+        return jnp.tanh(jnp.where(mask, x @ a @ b, 0.0) @ c + (x @ a) * 2.0)
+
+    def model(layers, x, mask):
+        mask = mask > 0
+        for n, p in enumerate(layers):
+            x = layer(x, p[::-1] if n == 4 else p, mask) + (n == 5)
+        return x
+
+    count, run = [], region_keys.Numbering.run
+    monkeypatch.setattr(region_keys.Numbering, "run", lambda self: count.append(run(self)))
+    p, tag = [jnp.ones((32, 32))] * 3, LeafTag(False, "float32", False)
+    t = build(flatten(jax.make_jaxpr(model)([p] * 9, jnp.ones((8, 32)), jnp.ones((8, 32)))))
+    need = needed(t)
+    regions = find_regions(t, need, lambda c: tag)
+    assert len(regions) == 9 and len(count) < 5
+    for r in regions:
+        alone = Region(sorted({*r.classes}.difference(r.leaves)), r.roots, r.fused)
+        region_keys.Numbering(t.graph, need, alone, lambda c: tag).run()
+        assert alone == r
 
 
 def test_a_solution_is_used_at_a_place_with_another_order_of_axes():
