@@ -1,4 +1,7 @@
-"""The arithmetic of an elementwise node: its operations, and the steps of its function."""
+"""The arithmetic of elementwise nodes: operations, steps of functions, and both in one kernel."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
@@ -37,3 +40,23 @@ def _multiplications(node: Node) -> int:
 def is_inverse_power(node: Node) -> bool:
     """Return True for an integer power that divides."""
     return node.op == op.MAP and node.attr[0] == "integer_pow" and dict(node.attr[1])["y"] < 0
+
+
+class ElementwiseWork(NamedTuple):
+    """The elementwise work of a kernel.
+
+    operations: of all elements. functions: the steps of functions beside them, by
+    `folds.fused_steps_per_s`. widest: elements of the largest array that it computes. reduces: True
+    if it reduces one.
+    """
+
+    operations: float = 0.0
+    functions: float = 0.0
+    widest: float = 0.0
+    reduces: bool = False
+
+
+def in_one(parts: Iterable[ElementwiseWork]) -> ElementwiseWork:
+    """Return the elementwise work of the kernel that does several pieces of it."""
+    operations, functions, widest, reduces = zip(*parts, strict=True)
+    return ElementwiseWork(sum(operations), sum(functions), max(widest), any(reduces))

@@ -9,7 +9,7 @@ counted apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_known, is_product_with_vector
-from symjax_rewrite.cost.node_steps import VECTORISED, functions_of, weight
+from symjax_rewrite.cost.node_steps import (
+    VECTORISED,
+    ElementwiseWork,
+    functions_of,
+    in_one,
+    weight,
+)
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder
 from symjax_rewrite.ir.egraph import EGraph
@@ -32,6 +38,7 @@ LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
 ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
 REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+BY_ORDER = REDUCED | VECTORISED  # equations whose prices depend on the order of axes in memory
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
@@ -94,26 +101,6 @@ def is_thin(node: Node) -> bool:
     return (a < b or b < a) and any(i < node.out for i in a & b)
 
 
-class ElementwiseWork(NamedTuple):
-    """The elementwise work of a kernel.
-
-    operations: of all elements. functions: the steps of functions beside them, by
-    `folds.fused_steps_per_s`. widest: elements of the largest array that it computes. reduces: True
-    if it reduces one.
-    """
-
-    operations: float = 0.0
-    functions: float = 0.0
-    widest: float = 0.0
-    reduces: bool = False
-
-
-def in_one(parts: Iterable[ElementwiseWork]) -> ElementwiseWork:
-    """Return the elementwise work of the kernel that does several pieces of it."""
-    operations, functions, widest, reduces = zip(*parts, strict=True)
-    return ElementwiseWork(sum(operations), sum(functions), max(widest), any(reduces))
-
-
 class Facts(NamedTuple):
     """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
 
@@ -165,6 +152,7 @@ class CostModel:
         self.has_calls = device.fusions is not None
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
         self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
+        self._alike: dict[tuple, tuple] = {}  # the same but operands, by what these follow from
 
     def join_seconds(
         self, flops: float, read_bytes: float, made_bytes: float, dtype: str, rows: float
@@ -359,8 +347,32 @@ class CostModel:
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""
         found = self._facts.get(id(node))
-        if found is not None:
-            return found
+        if found is None:
+            args = tuple([a.cls for a in node.args])
+            args = args if len(args) < 2 else tuple(dict.fromkeys(args))
+            found = self._facts[id(node)] = Facts(node, args, *self._numbers(g, cls, node))
+        return found
+
+    def _numbers(self, g: EGraph, cls: int, node: Node) -> tuple[Any, ...]:
+        """Return the facts about a node but its operands; found once for elementwise nodes alike.
+
+        Products depend on their operands too, and functions and reductions on their equations.
+        """
+        made = None if self.terms is None else self.terms.maker_of(cls)
+        is_own = is_dot(node) or node.op in LIBRARY
+        if is_own or (made is not None and made.name in BY_ORDER):
+            return self._numbers_of(g, cls, node, made)
+        c = g.classes[cls]
+        key = (node.op, node.attr, len(node.args), node.bound, c.sizes, c.dtype)
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = self._numbers_of(g, cls, node, made)
+        return found
+
+    def _numbers_of(
+        self, g: EGraph, cls: int, node: Node, made: Equation | None
+    ) -> tuple[Any, ...]:
+        """Return the facts about a node that an equation makes, but its operands."""
         c, kind = g.classes[cls], node.op
         count = self._count(c.sizes)
         written = count * itemsize(c.dtype)
@@ -376,24 +388,19 @@ class CostModel:
             flops = self._library_flops(g, cls, node)
         if flops is not None:
             peak = self._peak(g, node)
-        args = tuple([a.cls for a in node.args])
-        args = args if len(args) < 2 else tuple(dict.fromkeys(args))
         is_kernel = flops is not None or kind == op.CUMSUM
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
         is_called = is_called and c.dtype in ("float32", "float64")
-        made = None if self.terms is None else self.terms.maker_of(cls)
         if made is not None and made.name in (REDUCED if is_called else VECTORISED):
             functions += self._steps_by_order(made, functions, space)
         work = ElementwiseWork(space * slow * weight(node), slow * functions, space * slow, reduces)
         function = node.attr[0] if kind == op.MAP else ""
-        found = Facts(
-            node, args, is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
+        return (
+            is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
             is_called, reduces or kind not in ELEMENTWISE, function,
             self._steps_unrolled(made, slow * functions),
         )  # fmt: skip
-        self._facts[id(node)] = found
-        return found
 
     def _steps_by_order(self, made: Equation, functions: float, space: float) -> float:
         """Return the steps of an equation that follow from the order of its axes in memory.

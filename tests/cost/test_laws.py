@@ -10,12 +10,16 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost import term_cost
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.node_steps import functions_of
 from symjax_rewrite.cost.placed_products import layout_seconds
+from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
+from symjax_rewrite.ir.dataflow import needed, node_of
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term import MAP, Node
+from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.reports.program_cost import traffic
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -250,6 +254,24 @@ def test_functions_of_short_rows_of_broadcasts_are_computed_element_by_element()
     assert not rises(lambda x, w: jnp.tanh(x + w[:1]), jnp.bfloat16)
     assert not rises(lambda x, w: jnp.max(jnp.tanh(x + w), -1))
     assert not rises(lambda x, w: jnp.abs(x + w))
+
+
+def test_equal_elementwise_terms_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(x: jax.Array, ws: list[jax.Array]) -> jax.Array:
+        for w in ws:
+            x = jnp.cos(x @ w) * 2.0 + x
+        return x
+
+    priced: list[Node] = []
+    of = term_cost.functions_of
+    monkeypatch.setattr(term_cost, "functions_of", lambda n, d: (priced.append(n), of(n, d))[1])
+    t = build(flatten(jax.make_jaxpr(layers)(spec(64, 32), [spec(32, 32)] * 9)))
+    model, g = CostModel(CPU, t.number), t.graph
+    facts = [model.facts_of(g, c, node_of(g, c)) for c in needed(t).order]
+    elementwise = [f for f in facts if f.node.op == MAP]
+    assert len(elementwise) == 9 and len({f[2:] for f in elementwise}) == 1
+    assert sum(n.op == MAP for n in priced) <= 2  # the first layer has its axes in another order
+    assert [f.args for f in facts] == [tuple(a.cls for a in f.node.args) for f in facts]
 
 
 def test_rows_that_a_product_sums_down_cost_time_beside_a_vector():
