@@ -291,13 +291,17 @@ def _anchored(terms: list[_Term], anchor: int, out: int) -> Iterator[tuple[list[
             shared[0] += found[:1]
     if len(group) < 2:
         return
+    _, *taken = zip(*shared, strict=True)
     for k, f in enumerate(lead.factors):
-        taken = list(zip(*shared, strict=True))
-        tried = zip(group[1:], taken[1:], maps, strict=True)
-        found = [_find(t, f, row, known, out) for t, row, known in tried if k != anchor]
-        pairs = [pair for pair in found if pair is not None]
-        if len(pairs) == len(maps):
+        pairs: list[tuple[int, Renaming]] = []
+        for t, row, known in zip(group[1:], taken, maps, strict=True):
+            found = _find(t, f, row, known, out) if k != anchor else None
+            if found is None:
+                break
+            pairs.append(found)
+        else:
             shared.append((k, *(place for place, _ in pairs)))
+            _, *taken = zip(*shared, strict=True)
             maps = [names for _, names in pairs]
     if len(shared) > MAX_SHARED:
         yield group, (shared[0],)

@@ -262,29 +262,33 @@ def _connected_pairs(factors: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     ]
     touched = _unions(edges)
 
-    def grown(subset: int, banned: int) -> Iterator[int]:
-        """Yield the subset, and every connected superset of it without banned factors."""
-        yield subset
-        stack = [(subset, banned | subset)]
+    def grown(factor: int, banned: int) -> Iterator[tuple[int, int]]:
+        """Yield every connected set of a factor and others that are not banned.
+
+        The second of each pair is the set of all factors that share an index with one of the set.
+        """
+        near = edges[factor.bit_length() - 1]
+        yield factor, near
+        stack = [(factor, near, banned | factor)]
         while stack:
-            inside, banned = stack.pop()
-            sub = fringe = touched(inside) & ~banned
+            inside, near, banned = stack.pop()
+            sub = fringe = near & ~banned
             banned |= fringe
             while sub:
-                more = inside | sub
+                more = inside | sub, near | touched(sub)
                 yield more
-                stack.append((more, banned))
+                stack.append((*more, banned))
                 sub = (sub - 1) & fringe
 
     for i in range(n):
         low = 1 << i
-        for subset in grown(low, low - 1):
+        for subset, near in grown(low, low - 1):
             banned = low - 1 | subset
-            rest = fringe = touched(subset) & ~banned
+            rest = fringe = near & ~banned
             while rest:
                 first = rest & -rest
                 rest ^= first
-                for other in grown(first, banned | fringe & (first - 1)):
+                for other, _ in grown(first, banned | fringe & (first - 1)):
                     yield subset | other, subset, other
 
 
