@@ -25,7 +25,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.light_programs import LITTLE_WORK
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
-from symjax_rewrite.ir.dataflow import cone, makers_of, numbers
+from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Program, flatten, flattening_once, inlinable_body
 from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.replacement import ConflictError, replaced
@@ -367,12 +367,12 @@ def flat(closed: ClosedJaxpr, is_live: bool = False) -> Program:
     if _calls_loops(closed):
         return flatten(jax_internals.without_dead(closed))
     program = flatten(closed)
-    makers = makers_of(program.equations)
-    operands = lambda v: e.reads + tuple(numbers(e.same_as)) if (e := makers.get(v)) else ()  # noqa: E731
-    read = [v for e in program.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
-    live = cone(numbers([*program.outputs, *read]), operands)
-    stays = lambda e: e.eqn.effects or not live.isdisjoint(e.outvals)  # noqa: E731
-    program.equations = list(filter(stays, program.equations))
+    live, kept = {*numbers(program.outputs)}, []
+    for e in reversed(program.equations):
+        if e.eqn.effects or not live.isdisjoint(e.outvals):
+            kept.append(e)
+            live.update(e.reads, numbers(e.same_as))
+    program.equations = kept[::-1]
     return program
 
 

@@ -10,6 +10,7 @@ from symjax_rewrite.ir.primitives import dtype_kind, holds
 from symjax_rewrite.ir.term import ADD, CONST, IOTA, MAP, Node, Ref, is_cast, is_choice
 
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt")
+_TESTING = frozenset({MAP, IOTA, ADD})  # kinds of conditions
 
 
 class IndexTest(NamedTuple):
@@ -87,6 +88,8 @@ def is_indicator(g: EGraph, cls: int) -> bool:
 
 def is_condition(g: EGraph, cls: int) -> bool:
     """Return True if a class is an index, a comparison with one, or the indicator of one."""
+    if _TESTING.isdisjoint([n.op for n in g.classes[cls].nodes]):
+        return False
     ref = g.ref(cls)
     compared = any(_reads_index(g, t) for t in comparisons(g, ref))
     return compared or index_of(g, ref) is not None or is_indicator(g, cls)

@@ -392,8 +392,10 @@ SHARDINGS = ("sharding", "out_sharding")
 
 def _is_sharded(params: dict[str, Any]) -> bool:
     """Return True if a parameter of an equation shards its results."""
-    found = [params[name] for name in SHARDINGS if params.get(name) is not None]
-    return any(map(jax_internals.constrains, found))
+    for name in SHARDINGS:
+        if params.get(name) is not None and jax_internals.constrains(params[name]):
+            return True
+    return False
 
 
 def lift(name: str, site: Site) -> list[Ref] | None:

@@ -38,6 +38,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     reads_twice,
 )
 from symjax_rewrite.kernel_selection.folds.reductions import (
+    REDUCING,
     Form,
     Reduction,
     forms,
@@ -187,7 +188,7 @@ def _join(found: list[Cluster], c: ClusterMember) -> None:
 
 def _candidate(terms: Pair, cls: int, scope: Scope) -> ClusterMember | None:
     t = terms.t
-    if kind_of(t.graph, cls) not in "fiub":
+    if node_of(t.graph, cls).op not in REDUCING or kind_of(t.graph, cls) not in "fiub":
         return None
     found = reduction_of(t, cls)
     if found is None or not all(map(t.is_positive, found.sizes.values())):

@@ -35,6 +35,7 @@ from symjax_rewrite.kernel_selection.folds.gather_patterns import (
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, PairwiseTile, explore
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
 
+REDUCING = frozenset({op.NATIVE, op.SLICE, op.CONTRACT, op.REDUCE, op.TAKE})  # terms that may be
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 Powers = tuple[tuple[Ref, Fraction], ...]
 ONE = Fraction(1)

@@ -153,9 +153,10 @@ class _Finder:
 
     def _sparse(self, cls: int) -> Sparse | None:
         """Return a class as one that is zero except at some places, or None."""
-        if elements(self.t, cls) < max(self.least, 1):
+        kind = node_of(self.g, cls).op
+        if kind not in (op.MAP, op.NATIVE) or elements(self.t, cls) < max(self.least, 1):
             return None
-        if node_of(self.g, cls).op != op.NATIVE:
+        if kind == op.MAP:
             return self._labelled(cls)
         return self._scattered(cls) if cls in self.t.made_by else None
 
