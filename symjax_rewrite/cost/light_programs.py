@@ -25,14 +25,20 @@ def is_light(program: Program, device: Device) -> bool:
     is_small = len(program.equations) < device.search.large_program
     if is_small or device.loops.steps_are_launches:
         return False
-    launches_s = launch_seconds(program, device)
 
-    def is_less(work_s: float) -> bool:
+    def is_less(work_s: float, launches_s: float) -> bool:
         return not margins.pays(launches_s + work_s, launches_s, "rewrite", device)
 
-    library = (e.eqn for e in program.equations if e.name in LIBRARY)
-    library_s = sum(work_seconds(e, device) for e in library)  # alone enough in most programs
-    return is_less(library_s) and is_less(_other_seconds(program, device) + library_s)
+    library_s, most_s = 0.0, device.launch_s * len(program.equations)
+    for e in program.equations:
+        if e.name in LIBRARY:
+            library_s += work_seconds(e.eqn, device)
+            if not is_less(library_s, most_s):  # a few products are enough in most programs
+                return False
+    launches_s = launch_seconds(program, device)
+    if not is_less(library_s, launches_s):
+        return False
+    return is_less(_other_seconds(program, device) + library_s, launches_s)
 
 
 def launch_seconds(program: Program, device: Device) -> float:

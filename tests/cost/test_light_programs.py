@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from symjax_rewrite import optimizer, sym_optimize
+from symjax_rewrite.cost import light_programs
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.cost.light_programs import LITTLE_WORK, is_light
 from symjax_rewrite.ir.flat_program import flatten
@@ -35,6 +36,24 @@ def _program(*shape, count=120):
 )
 def test_small_arrays_on_a_cpu_are_light(shape, count, device, light):
     assert is_light(_program(*shape, count=count), DEVICES[device]) is light
+
+
+def test_a_few_large_products_tell_that_a_program_is_not_light(monkeypatch):
+    """Neither its launches nor the products after them are counted."""
+
+    def layers(x, ws):
+        for w in ws:
+            x = _turned(jnp.tanh(x @ w), 1)
+        return x
+
+    counted, of = [], light_programs.work_seconds
+    monkeypatch.setattr(light_programs, "launch_seconds", lambda *_: pytest.fail("counted"))
+    monkeypatch.setattr(
+        light_programs, "work_seconds", lambda e, d: (counted.append(e), of(e, d))[1]
+    )
+    x, ws = jnp.ones((3, 2048)), [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 40
+    program = flatten(jax.jit(layers).trace(x, ws).jaxpr)
+    assert not is_light(program, CPU) and len(counted) < 40
 
 
 def test_a_light_program_stays_as_written_unless_kernels_are_asked_for(monkeypatch):
