@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import elements, shape_of
 from symjax_rewrite.cost.library_calls import is_known
+from symjax_rewrite.cost.placed_products import is_product
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import makers_of, users_of, walk
+from symjax_rewrite.ir.dataflow import cone, makers_of, users_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.rewriting.selected_extrema import extremum_of
@@ -74,6 +76,7 @@ class Fused:
         self.makers = makers_of(program.equations)
         self._chains: dict[int, Chain] = {}
         self._pieces: dict[int, Chain] = {}
+        self._products: dict[int, list[Equation]] = {}
 
     @functools.cached_property
     def users(self) -> dict[int, list[Equation]]:
@@ -86,6 +89,12 @@ class Fused:
             for v in walk(found.stored, lambda v: self._piece(v).stored):
                 found.add(self._piece(v))
         return self._chains[x]
+
+    def products(self, v: int) -> list[Equation]:
+        """Return the products from which a value is computed, operation by operation."""
+        if v not in self._products:
+            self._products[v] = [*filter(is_product, made_from([v], self.makers))]
+        return self._products[v]
 
     def pays(self, before_s: float, after_s: float) -> bool:
         """Return True if a form is predicted enough faster."""
@@ -152,3 +161,13 @@ def own_axes(shape: tuple[int, ...], u: Equation) -> list[int]:
     """Return the axes along which an equation does not repeat an operand of a shape."""
     places = u.eqn.params.get("broadcast_dimensions", range(len(shape_of(u.eqn.outvars[0]))))
     return [k for k, n in zip(places, shape, strict=False) if n > 1]
+
+
+def made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Equation]:
+    """Return the equations that compute values, operation by operation, and those these end at."""
+
+    def reads(v: int) -> Sequence[int]:
+        maker = makers.get(v)
+        return maker.reads if maker is not None and maker.name in FUSED else ()
+
+    return [makers[v] for v in sorted(cone(values, reads)) if v in makers]

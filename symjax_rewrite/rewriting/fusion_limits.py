@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +44,9 @@ from symjax_rewrite.cost.equation_cost import (
     work_seconds,
 )
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
+from symjax_rewrite.cost.placed_products import is_product
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import cone, numbers, walk
+from symjax_rewrite.ir.dataflow import numbers, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
@@ -60,6 +61,7 @@ from symjax_rewrite.rewriting.fused_chains import (
     Chain,
     Fused,
     is_view,
+    made_from,
     own_axes,
     size_made,
     size_read,
@@ -124,15 +126,14 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
         if not chain.matrices:
             continue
         row_s = facts.row_s * size_read(e) / chain.width
-        readers = {u.name for u in _fused_readers(e, users)}
-        if facts.product_bytes and "dot_general" in readers:
+        if facts.product_bytes and any(map(is_product, _fused_readers(e, users))):
             continue  # that product computes the reduction
         written_s = facts.stored_s * size_read(e) + r.device.page_seconds(4.0 * size_read(e))
         is_last = not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
         for v, repeated in chain.matrices.items():
-            for p in _made_from([v], makers):
+            for p in r.products(v):
                 made: Any = p.eqn.outvars[0].aval
-                if p.name != "dot_general" or made.dtype not in DTYPES:
+                if made.dtype not in DTYPES:
                     continue
                 if any(
                     _writes_pairs(p, r.program.avals[v].shape, u, is_last, facts) for u in repeated
@@ -268,7 +269,7 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
 
 def _elementwise_seconds(v: int, r: Fused) -> float:
     """Return the seconds of the arithmetic that computes a value, in one fused loop."""
-    made = [m for m in _made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
+    made = [m for m in made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
     sizes = [size_made(m) for m in made]
     steps = [n * (1 + r.device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
     return sum(steps) / r.device.folds.fused_steps_per_s
@@ -284,7 +285,7 @@ def _square_products(r: Fused) -> Iterator[Candidate]:
     alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
     for e, k in repeated:
         x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
-        sums = [m for m in _made_from([x], alone) if m.name in REDUCTIONS and not is_view(m)]
+        sums = [m for m in made_from([x], alone) if m.name in REDUCTIONS and not is_view(m)]
         sums = [m for m in sums if size_made(m) == size]
         work = sum(work_seconds(m.eqn, r.device) for m in sums)
         seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
@@ -365,7 +366,7 @@ def _seconds(e: Equation, width: int, r: Fused) -> tuple[float, float]:
 def _repeated_seconds(chain: Chain, e: Equation, r: Fused) -> float:
     """Return the seconds of functions of smaller arrays that XLA's own loop repeats."""
     size, steps = size_read(e), 0.0
-    for maker in _made_from(chain.spread, r.makers):
+    for maker in made_from(chain.spread, r.makers):
         if maker.name in FUSED:
             made = size_made(maker)
             steps += (size - made) * r.device.functions.of(maker.name)
@@ -415,16 +416,6 @@ def _repetition(e: Equation, r: Fused) -> Equation | None:
             return None
         v = u.outvals[0]
     return None if r.users.get(v) else found
-
-
-def _made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Equation]:
-    """Return the equations that compute values, operation by operation, and those these end at."""
-
-    def reads(v: int) -> Sequence[int]:
-        maker = makers.get(v)
-        return maker.reads if maker is not None and maker.name in FUSED else ()
-
-    return [makers[v] for v in sorted(cone(values, reads)) if v in makers]
 
 
 def _stored_operand(e: Equation) -> Replacement:
