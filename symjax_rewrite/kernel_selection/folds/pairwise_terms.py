@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import kind_of, node_of, postorder
+from symjax_rewrite.ir.dataflow import kind_of, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import Node, Ref, identity, over
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -150,21 +150,20 @@ class Pair:
             return Bounds(elements(self.t, ref.cls), False)
         row = None if self.single is not None else ref.axes.index(self.row)
         start, known = (ref.cls, row, ref.axes.index(self.column)), self.known_bounds
-        if start not in known:
-            opened: dict[Slots, tuple[Bounds, list[Slots]]] = {}
-
-            def below(key: Slots) -> list[Slots]:
-                if key in known:
-                    return []
+        opened: dict[Slots, tuple[Bounds, list[Slots]]] = {}
+        stack = [start]
+        while stack:
+            key = stack[-1]
+            if key not in known and key not in opened:
                 opened[key] = self._step_bounds(*key)
-                return opened[key][1]
-
-            for key in postorder([start], below):
-                if key not in known:
-                    own, keys = opened[key]
-                    found = [own, *[known[k] for k in keys]]
-                    meets = any(x.meets for x in found)
-                    known[key] = Bounds(max([x.read for x in found]), meets)
+                stack += [k for k in opened[key][1] if k not in known]
+                continue
+            stack.pop()
+            if key not in known:
+                own, keys = opened[key]
+                found = [own, *[known[k] for k in keys]]
+                meets = any(x.meets for x in found)
+                known[key] = Bounds(max([x.read for x in found]), meets)
         return known[start]
 
     def _step_bounds(self, cls: int, row: int | None, column: int) -> tuple[Bounds, list[Slots]]:
@@ -183,9 +182,11 @@ class Pair:
             return Bounds(0, True), []
         size, held, both = 0, [], False
         for a in args:
-            if column not in a.axes if row is None else row in a.axes and column not in a.axes:
+            if row is not None and row not in a.axes:
+                continue
+            if column not in a.axes:
                 size = max(size, elements(t, a.cls) if a.axes else 1)
-            elif kind != "dot" and column in a.axes and (row is None or row in a.axes):
+            elif kind != "dot":
                 both = True
                 if reads_twice(a):
                     size = max(size, elements(t, a.cls))
