@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 SAMPLE_S = 1e-3  # a sample repeats its call until it is at least this long
@@ -17,6 +18,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 7, 60
 WAITS = 1.3  # times its core seconds that a form on a machine of its own may take
 BOOKED_S = 0.1  # of fewer seconds in all, core seconds may be missing: they are booked in ticks
 CLEAR = 0.02  # half the width of an interval of a ratio that is narrow enough
+LARGE_BYTES = 31 << 20  # almost the largest block that glibc's allocator keeps once it was freed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def interleaved(
     calls: Mapping[str, Callable[[], Any]], plain: str, budget_s: float, rounds: int = MOST_ROUNDS
 ) -> Times:
     """Time callables in turn until the ratios to one of them are clear or the time is spent."""
+    free_large_block()
     start = time.perf_counter()
     repeats = {name: _repeats(call) for name, call in calls.items()}
     times = Times({name: [] for name in calls}, {name: [] for name in calls})
@@ -96,6 +99,16 @@ def interleaved(
         ):
             break
     return times
+
+
+def free_large_block() -> None:
+    """Free a large block of memory, so that the allocator keeps smaller ones from call to call.
+
+    glibc keeps blocks that are no larger than one that was freed before. A block of temporaries
+    which ends just below a page seems larger than itself, because of its alignment. In a process
+    that freed no larger one its pages are new in every call, which can take as long as the program.
+    """
+    np.empty(LARGE_BYTES, np.uint8)
 
 
 def _repeats(call: Callable[[], Any]) -> int:

@@ -421,7 +421,7 @@ def finish(
     if spec.epilogue is None:
         return leaves
     lead = len(inner) + 1
-    wide = tuple(tuple(_merge(x, lead) for x in state) for state in states)
+    wide = tuple(tuple(_merge(_reduced_apart(x, lead), lead) for x in state) for state in states)
     values = [_row_value(spec, k, blocks[k], inner) for k in spec.epilogue.reads]
     out = spec.epilogue.fun(wide, tuple(values))
     arrays = []
@@ -431,6 +431,15 @@ def finish(
         x = jnp.broadcast_to(x, (*shape, math.prod(features)))
         arrays.append(x.reshape(*shape, *features))
     return arrays
+
+
+def _reduced_apart(x: Array, axes: int) -> Array:
+    """Return a result of a fold, apart from the row algebra if it has no axes but these.
+
+    XLA's library would compute the row algebra with the reduction, one row at a time.
+    """
+    alone = x.ndim == axes and jnp.issubdtype(x.dtype, jnp.floating)
+    return stored_apart(x) if alone else x
 
 
 def results_of(spec: FoldSpec, states: Sequence[State], arrays: Sequence[Array]) -> tuple[Any, ...]:

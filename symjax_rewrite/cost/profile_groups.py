@@ -136,6 +136,10 @@ class FunctionSteps:
         kind = FUNCTIONS.get(name)
         return 0.0 if kind is None else getattr(self, kind)
 
+    def unrolled_steps(self, row: float, lanes: int) -> float:
+        """Return the steps of a function over rows of broadcasts that is unrolled; 0 if not."""
+        return self.unrolled if lanes / 2 < row <= self.unrolled_row else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:

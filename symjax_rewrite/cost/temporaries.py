@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -93,14 +93,16 @@ def block_bytes(t: TermGraph, need: Needed, model: CostModel) -> float:
             level[c] = 1 + max([level[a] for a in reads[c]], default=-1)
             last.update((a, max(last.get(a, 0), level[c])) for a in reads[c])
     apart = {c for c in need.order if facts[c].node.op == CONST}.union(t.leaf_value, need.outside)
-    for c in [c for c in reads if c not in apart and _is_loop(facts[c])]:
+    copies = _copies(t, model, level)
+    single = reads.keys() - apart - copies.keys()  # another kernel reads what a copy is made of
+    for c in [c for c in reads if c in single and _is_loop(facts[c])]:
         for a in reads[c]:
             if a not in apart and facts[a].bytes == facts[c].bytes and last[a] == level[c]:
                 last[a] -= 1  # the loop writes over its operand
                 break
     mine = [c for c in level if c not in apart]
     spans = [(facts[c].bytes, level[c], last.get(c, level[c])) for c in mine]
-    return _most([*spans, *_copies(t, model, level)])
+    return _most([*spans, *itertools.chain(*copies.values())])
 
 
 def _facts(t: TermGraph, need: Needed, model: CostModel) -> dict[int, Facts]:
@@ -160,14 +162,19 @@ def _is_cheap(f: Facts) -> bool:
     return _is_loop(f) and f.function not in SLOW_MAPS
 
 
-def _copies(t: TermGraph, model: CostModel, level: dict[int, int]) -> Iterator[Span]:
-    """Yield the spans of the copies that products make of their operands."""
+def _copies(t: TermGraph, model: CostModel, level: dict[int, int]) -> dict[int, list[Span]]:
+    """Return the spans of the copies that products make of their operands, by class.
+
+    XLA computes a copy from the operands of the value, and not from the value.
+    """
+    found: dict[int, list[Span]] = {}
     for readers, v in copied_operands(t.program, model.device):
         at = [level[c] for e in readers if (c := t.view(e.outvals[0]).cls) in level]
         if at:
             cls = t.view(v).cls
-            first = min(level.get(cls, -1) + 1, *at)
-            yield model.class_bytes(t.graph, cls), first, max(at)
+            span = model.class_bytes(t.graph, cls), min(level.get(cls, 0), *at), max(at)
+            found.setdefault(cls, []).append(span)
+    return found
 
 
 def _most(spans: Iterable[Span]) -> float:

@@ -433,10 +433,10 @@ class CostModel:
             return 0.0
         out: Any = made.eqn.outvars[0].aval
         sizes = tuple(map(from_jax, out.shape))
-        is_short = self.device.folds.lanes / 2 < self._count(sizes[-1:]) <= f.unrolled_row
-        if not is_short or str(out.dtype) in HALF:
+        each = f.unrolled_steps(self._count(sizes[-1:]), self.device.folds.lanes)
+        if not each or str(out.dtype) in HALF:
             return 0.0
-        return max(f.unrolled * self._count(sizes) - functions, 0.0)
+        return max(each * self._count(sizes) - functions, 0.0)
 
     @cached_property
     def _makers(self) -> dict[int, Equation]:

@@ -168,10 +168,13 @@ class _Plan:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])
                 saved += alone - together - 2 * written / self.device.bytes_per_s
-        each = (equation_seconds(e.eqn, self.device, in_step=True) for e in self.equations)
-        whole = self.loop.steps * (self.device.loops.step_s + sum(each))
-        if not margins.gains_share(saved, whole, "loop", self.device):
+        if not margins.gains_share(saved, self._whole_seconds(), "loop", self.device):
             self.motion.before, self.motion.after = [], []
+
+    def _whole_seconds(self) -> float:
+        """Return the seconds of the loop as it is written."""
+        each = (equation_seconds(e.eqn, self.device, in_step=True) for e in self.equations)
+        return self.loop.steps * (self.device.loops.step_s + sum(each))
 
     def add_leaves(self) -> None:
         """Add slices together with their operands, unless the operands are expensive and stay."""
@@ -195,8 +198,12 @@ class _Plan:
         self.motion.once = self._ordered({*self.motion.once, *fixed})
 
     def find_sums(self) -> None:
-        """Find sums over the steps of a product: each is one product that also sums over these."""
-        device, room = self.device, self.room
+        """Find sums over the steps of a product: each is one product that also sums over these.
+
+        XLA may run a program of few operations in the thread that calls it. A product outside the
+        loop can cost that: a gradient through 500 steps of three states took 1.6 times as long.
+        """
+        device, room, whole = self.device, self.room, self._whole_seconds()
         early = {v for e in self.motion.before for v in e.outvals}
         ready = {*self.loop.sources, *numbers(self.loop.ys), *early}
         for found in self._accumulations():
@@ -209,6 +216,9 @@ class _Plan:
             alone += max(traffic, equation_seconds(found.add.eqn, device, in_step=True))
             together = equation_seconds(e.eqn, device, self.loop.steps, (0, 1), summed=True)
             if written > room or e.outvals[0] in early:
+                continue
+            saved = self.loop.steps * alone - together - 2 * written / device.bytes_per_s
+            if not margins.gains_share(saved, whole, "loop", device):
                 continue
             if _gains(self.loop.steps * alone, together, written, device):
                 room -= written

@@ -36,15 +36,24 @@ def copied(x: Any, y: Any) -> Any:
     return jnp.einsum("ij,ijk->ik", w, d) * jnp.einsum("ij,ijk->jk", w, d)
 
 
-@pytest.mark.parametrize(("fun", "differentiated"), [(smoothed, True), (copied, False)])
-def test_the_block_is_as_large_as_xla_makes_it(fun: Any, differentiated: bool) -> None:
+def weighted(x: Any, y: Any) -> Any:
+    """The same with weights by row: XLA computes their copy from what they are made of."""
+    d, w = x[:, None] - y[None], jnp.exp(x @ y.T) * (1 + jnp.sum(x, 1)[:, None])
+    return jnp.einsum("ij,ijk->ik", w, d), jnp.einsum("ij,ijk->jk", w, d)
+
+
+@pytest.mark.parametrize(
+    ("fun", "differentiated", "off"),
+    [(smoothed, True, 0.2), (copied, False, 0.2), (weighted, False, 0.01)],
+)
+def test_the_block_is_as_large_as_xla_makes_it(fun: Any, differentiated: bool, off: float) -> None:
     if differentiated:
         fun = jax.grad(fun, (0, 1))
     specs = [jax.ShapeDtypeStruct((300, 24), "float32")] * 2
     terms = ProgramTerms.of(flatten(jax.make_jaxpr(fun)(*specs)))
     found = block_bytes(terms.t, terms.need, terms.model(CPU, {}))
     made: Any = jax.jit(fun).lower(*specs).compile().memory_analysis()
-    assert found == pytest.approx(made.temp_size_in_bytes, rel=0.2)
+    assert found == pytest.approx(made.temp_size_in_bytes, rel=off)
 
 
 @pytest.mark.parametrize(("points", "features", "taken"), [(300, 24, False), (200, 24, True)])

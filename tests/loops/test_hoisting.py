@@ -308,6 +308,22 @@ def test_sums_of_small_outer_products_stay(width: int) -> None:
     assert ("loop_batching" in [r.name for r in report.rules]) == (width == 64)
 
 
+def test_a_sum_of_products_that_is_a_small_share_of_a_loop_stays() -> None:
+    """The gradient through 500 steps of three states took 1.6 times as long with the product."""
+
+    def likelihood(turns: Any, seen: Any, first: Any, places: Any) -> Any:
+        def step(a: Any, place: Any) -> Any:
+            a = (a @ turns) * seen[:, place]
+            return a / jnp.sum(a), jnp.log(jnp.sum(a))
+
+        return jnp.sum(jax.lax.scan(step, first, places)[1])
+
+    specs = [jax.ShapeDtypeStruct(s, "float32") for s in ((3, 3), (3, 5), (3,))]
+    places = jax.ShapeDtypeStruct((500,), "int32")
+    report = sym_optimize(jax.grad(likelihood, (0, 1)), device="cpu").explain(*specs, places)
+    assert "loop_batching" not in [r.name for r in report.rules], report
+
+
 def test_sums_that_are_read_on_the_way_stay() -> None:
     def fun(xs, wx):
         def step(total, x):

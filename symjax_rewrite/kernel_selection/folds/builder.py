@@ -121,7 +121,32 @@ class FoldRoute:
     def run(self, emitter: Any) -> Any:
         """Emit the fold and return all of its results."""
         dtypes = [o.dtype for o in self.spec.operands]
-        return self.folded(read_operands(emitter, self.inputs, dtypes))
+        arrays = read_operands(emitter, self.inputs, dtypes)
+        for k, (operand, (_, axes)) in enumerate(zip(self.spec.operands, self.inputs, strict=True)):
+            names = [a for a in axes if isinstance(a, str)]
+            if (*names,) != operand.axes:
+                arrays[k] = jax.lax.transpose(arrays[k], [names.index(a) for a in operand.axes])
+        return self.folded(arrays)
+
+    def in_stored_order(self, t: TermGraph) -> FoldRoute:
+        """Return the fold with its products' operands as the program stores them.
+
+        Loops would cut transposed copies of other operands: products read rows and features in
+        either order. Blocks of a batch that is not stored first would be small pieces.
+        """
+        shared = {*self.spec.batch, self.spec.row, self.spec.col}
+        operands = [*self.spec.operands]
+        for k in self.spec.contracted:
+            cls, axes = self.inputs[k]
+            order = stored_order(t, cls)
+            if len(order) != len(axes) or not all(isinstance(a, str) for a in axes):
+                continue
+            stored = tuple([axes[slot] for slot in order])
+            many = [a for a in axes if a in self.spec.batch]
+            alike = [a for a in stored if a not in shared] == [*self.spec.features(k)]
+            if alike and [*stored[: len(many)]] == many:
+                operands[k] = replace(operands[k], axes=stored)
+        return replace(self, spec=replace(self.spec, operands=tuple(operands)))
 
     def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Return all results of the fold of its operands."""
@@ -201,6 +226,13 @@ class FoldRoute:
     def _read_over(self, emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
         by_axis = dict(zip(axes, sizes, strict=True))
         return read_over(emitter, ref, tuple(axes), by_axis, ref.cls in (self.wide or ()))
+
+
+def stored_order(t: TermGraph, cls: int) -> tuple[int, ...]:
+    """Return the slots of a class in the order in which the program stores it; empty if unknown."""
+    values = [t.leaf_value[cls]] if cls in t.leaf_value else t.values_of(cls)
+    slots = t.slots_of(values[0]) if values else None
+    return tuple([s for group in slots or () for s in group])
 
 
 def _times(data: Any, coefficient: float) -> Any:

@@ -204,7 +204,8 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
     seconds = kept / device.bytes_per_s + _copy_seconds(spec, blocks, device)
     seconds += share * _block_seconds(spec, blocks, pairs, folds)
-    seconds += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
+    packed, rows = _packed(spec, blocks, device)
+    seconds += share * device.packing_seconds(pairs * packed, pairs * rows)
     seconds += share * _product_seconds(spec, device, pairs)
     filled = min(blocks.cols / folds.lanes, 1.0)
     seconds += visited * _steps(route, spec, blocks, device) / (filled * folds.fused_steps_per_s)
@@ -300,19 +301,20 @@ def _product_seconds(spec: FoldSpec, device: Device, pairs: int) -> float:
     return seconds
 
 
-def _packed_bytes(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
-    """Return the bytes of operands per pair that the products of a block copy."""
+def _packed(spec: FoldSpec, blocks: Blocks, device: Device) -> tuple[float, float]:
+    """Return what the products of a block copy per pair: bytes of operands, and rows of these."""
     rows, cols = max(blocks.rows, 1), max(blocks.cols, 1)
-    total = 0.0
+    total = count = 0.0
     for c in spec.contractions if min(rows, cols) > 1 else ():
+        share = _share_made(spec, c, device)
+        count += share / min(rows, cols)
         for k, many in ((c.row, cols), (c.col, rows)):
-            share = _share_made(spec, c, device)
             total += share * spec.width(k) * itemsize(spec.operands[k].dtype) / many
     weights = [t.weights for o in spec.outputs for t in terms_of(o) if t.weights is not None]
     for k in weights if rows > 1 else ():
         width = spec.width(k)
         total += (1 + width / rows) * itemsize(spec.operands[k].dtype) if width > 1 else 0.0
-    return total
+    return total, count
 
 
 def _share_made(spec: FoldSpec, c: Contraction, device: Device) -> float:
@@ -365,6 +367,9 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
         steps += folds.down_tile * kinds["along"]
     steps += kinds["along"] * folds.row_sum / max(blocks.cols, 1)
     steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
+    if spec.contractions:
+        exponentials = sum(isinstance(o, ExpSums) for o in spec.outputs)
+        steps += exponentials * _unrolled(blocks.cols, device)
     return steps * wide
 
 
@@ -459,3 +464,13 @@ def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:
             return 1 + start * sum(t.weights is None for t in terms)
         case _:
             return 1 + start
+
+
+def _unrolled(columns: int, device: Device) -> float:
+    """Return the further steps of an exponential in a stored block of short rows.
+
+    LLVM unrolls the loop that subtracts the maximum of a row. The steps are for full vectors, by
+    which rows of few columns are priced.
+    """
+    steps = device.functions.unrolled_steps(columns, device.folds.lanes)
+    return max(steps - device.functions.short, 0.0) * min(columns / device.folds.lanes, 1.0)

@@ -207,6 +207,8 @@ class _FoldSelection:
             return f"not a fold: {error.what}"
         if not folds:
             return "only one chosen column of each row is read"
+        if self.device.folds.streams:
+            folds = [route.in_stored_order(t) for route in folds]
         if self.device.runs_on_gpu and not draft.choices:
             gradient = with_gradient(t, need, folds, self.scope.cancels)
             draft.cluster.declined = gradient if isinstance(gradient, str) else ""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from symjax_rewrite import sym_optimize
 from tests.equal_forms import CHOICES, agree, c64
 
 
@@ -72,3 +73,29 @@ def test_products_of_exponentials_stay_products():
 
     for kernels in ("always", "auto"):
         agree(f, (8, 8), (8, 8), kernels=kernels, choices=CHOICES[:2])
+
+
+def test_loops_of_products_cut_operands_as_they_are_stored(one_device):
+    """Features of Fourier were transposed before the loop of a fold: 1.5 times the time."""
+
+    def features(x, b, w, u, o):
+        p = 2 * jnp.pi * x @ b.T
+        waves = jnp.concatenate([jnp.sin(p), jnp.cos(p)], -1)
+        return jax.nn.relu(waves @ jnp.concatenate([w, u])) @ o
+
+    shapes = (65_536, 3), (64, 3), (64, 64), (64, 64), (64, 4)
+    given = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
+    text = sym_optimize(features, device="cpu").lower(*given).compile().as_text()
+    assert "while" in text
+    assert "f32[64,65536]{1,0}" not in text
+
+
+def test_row_algebra_of_a_block_is_no_part_of_its_sums():
+    """XLA's library computed the quotient of a block row by row: twice the time of the fold."""
+
+    def gates(x, k, v):
+        return jax.nn.softmax(x @ k.T, axis=-1) @ v
+
+    given = [jax.ShapeDtypeStruct(s, "float32") for s in ((20_000, 8), (30, 8), (30, 1))]
+    jaxpr = jax.make_jaxpr(sym_optimize(gates, kernels="always", device="cpu"))(*given)
+    assert "reduce_precision" in str(jaxpr)
