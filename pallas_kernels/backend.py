@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -116,6 +116,19 @@ def deferring_kernels(defers: bool) -> Iterator[None]:
         yield
     finally:
         _defers.reset(token)
+
+
+_staged_before: ContextVar[dict[Hashable, Any] | None] = ContextVar("jaxprs", default=None)
+
+
+@contextlib.contextmanager
+def staging_once() -> Iterator[None]:
+    """Stage equal kernels of one source line, as of a model's layers, out once in this context."""
+    token = _staged_before.set({})
+    try:
+        yield
+    finally:
+        _staged_before.reset(token)
 
 
 def _described() -> Any:
@@ -317,7 +330,7 @@ class KernelFamily(Generic[Spec]):
 
 def _by_platform(kernel: Callable[..., Any], default: Callable[..., Any], *operands: Any) -> Any:
     """Run a kernel where the program is lowered for CUDA, and the default elsewhere."""
-    closed, tree = jax_internals.make_jaxpr(default, *operands)
+    closed, tree = _staged(default, operands)
     plain = partial(jax_internals.eval_jaxpr, closed)
     if _defers.get():
         run = lambda *xs: jax.tree.leaves(kernel(*xs)) if _may_lower() else plain(*xs)  # noqa: E731
@@ -326,6 +339,21 @@ def _by_platform(kernel: Callable[..., Any], default: Callable[..., Any], *opera
     late = partial(jax_kernels.late_kernel, run, plain, closed.out_avals)
     leaves = lax.platform_dependent(*operands, cuda=late, default=plain)
     return jax.tree.unflatten(tree, leaves)
+
+
+def _staged(fun: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the jaxpr of a function, and its output tree; those of equal functions are made once.
+
+    Functions of a spec are equal where their specs are.
+    """
+    known = _staged_before.get()
+    if known is None or not isinstance(fun, partial):
+        return jax_internals.make_jaxpr(fun, *operands)
+    given = fun.func, fun.args, *fun.keywords.items()
+    key = (*given, *map(jax.typeof, operands), jax_internals.trace_place())
+    if key not in known:
+        known[key] = jax_internals.make_jaxpr(fun, *operands)
+    return known[key]
 
 
 def check_operands(wanted: Sequence[Any], operands: Sequence[Any], what: str) -> None:

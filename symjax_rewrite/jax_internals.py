@@ -156,6 +156,11 @@ def trace_settings() -> tuple[Any, ...]:
     return _config.trace_context()
 
 
+def trace_place() -> tuple[Any, ...]:
+    """Return these settings, and the user's frame that new equations are attributed to."""
+    return trace_settings(), _source.user_frame(_source.current().traceback)
+
+
 def checks_leaks() -> bool:
     """Return True if JAX looks for tracers that are still referenced after a trace."""
     return bool(_config.check_tracer_leaks.value)

@@ -34,7 +34,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
-from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for
+from symjax_rewrite.pallas_kernels.backend import deferring_kernels, planning_for, staging_once
 from symjax_rewrite.passes import FOLDS, OF_INVARIANTS, OF_LOOPS, PASSES
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.signatures import Selection
@@ -99,7 +99,7 @@ class Result:
             return lambda *args: jax_internals.eval_jaxpr(self.closed, *args)
 
         def run(*args: Any) -> list[Any]:
-            with deferring_kernels(self.defers):
+            with deferring_kernels(self.defers), staging_once():
                 return emission.run(program, args)
 
         return run

@@ -38,7 +38,6 @@ from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
     ROW,
     TileBuilder,
-    feature,
     precision_name,
     tile_function,
     unwidened,
@@ -307,12 +306,12 @@ def _at(data: Any, axes: tuple[Any, ...], sliced: tuple[int, ...]) -> Any:
     return data if len(axes) == rank else data[..., None]
 
 
-def name_addend(addend: Addend, names: dict[Any, Any]) -> Addend:
+def name_addend(addend: Addend, names: dict[Any, Any], tiles: TileBuilder) -> Addend:
     """Return a term with its axes renamed; features are named after the weights."""
     full = dict(names)
     if addend.weights is not None:
         for slot, i in enumerate(addend.weights.axes):
-            full.setdefault(i, feature(addend.weights.cls, slot))
+            full.setdefault(i, tiles.feature(addend.weights.cls, slot))
 
     def pairs(items: tuple) -> tuple:
         return tuple((r.over(full), x) for r, x in items)

@@ -393,7 +393,7 @@ def _fold(
     for m in (*group, *exchanged):
         ids = frame(cluster, m)
         full: dict[int, Any] = {i: name[ids[i]] for i in m.space}
-        form = tuple(name_addend(p, full) for p in m.form)
+        form = tuple(name_addend(p, full, tiles) for p in m.form)
         for before, after in zip(m.form, form, strict=True):
             if before.weights is not None and after.weights is not None:
                 full.update(zip(before.weights.axes, after.weights.axes, strict=True))

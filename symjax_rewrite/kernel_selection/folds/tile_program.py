@@ -60,11 +60,19 @@ class TileBuilder(StepProgram):
     number: dict[Ref, int] = field(default_factory=dict)
     whole: str | None = None
     wide: frozenset[int] | None = None
+    named: dict[int, int] = field(default_factory=dict, init=False)
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
         single = None if self.like.single is None else frozenset(self.sizes)
         self.pair = replace(self.like, row=ROW, column=COLUMN, single=single)
+
+    def feature(self, cls: int, slot: int) -> str:
+        """Return the name of a slot of a column operand that only it and its partner have.
+
+        Folds of equal layers have equal names: a class is numbered as the fold first names a slot.
+        """
+        return f"c{self.named.setdefault(cls, len(self.named))}_{slot}"
 
     def build(self, ref: Ref) -> int:
         """Return the number of the step that computes a reference."""
@@ -168,7 +176,9 @@ class TileBuilder(StepProgram):
 
     def _lookup(self, found: Opened, dtype: str) -> int:
         table, *places = found.args
-        name = {i: feature(table.cls, s) for s, i in enumerate(table.axes) if isinstance(i, tuple)}
+        name = {
+            i: self.feature(table.cls, s) for s, i in enumerate(table.axes) if isinstance(i, tuple)
+        }
         made = [self.key_of(place) for place in places]
         data = (self._place_of(_renamed(table, name)), len(places), found.data)
         held = self.t.graph.classes[table.cls].dtype
@@ -232,7 +242,7 @@ class TileBuilder(StepProgram):
     def _contraction(self, found: Opened, dtype: str) -> int:
         tokens, attr = found.data
         column = found.args[1]
-        name = {i: feature(column.cls, slot) for slot, i in enumerate(column.axes) if i in tokens}
+        name = {i: self.feature(column.cls, s) for s, i in enumerate(column.axes) if i in tokens}
         left, right = (unwidened(self.t.graph, _renamed(a, name)) for a in found.args)
         row, col = self.operand(left, of_row=True), self.operand(right)
         precision = precision_name(attr)
@@ -282,11 +292,6 @@ def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str
     held = [held_dtype(d) for d in dtypes]
     rounds = is_cast(node) or is_rounded(node, dtypes, dtype)
     return held, dtype if rounds else held_dtype(dtype)
-
-
-def feature(cls: int, slot: int) -> str:
-    """Return the name of a slot of a column operand that only this operand and its partner have."""
-    return f"c{cls}_{slot}"
 
 
 def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:

@@ -7,7 +7,7 @@ import pytest
 from jax import export
 
 from symjax_rewrite import jax_internals, jax_kernels, sym_optimize
-from symjax_rewrite.pallas_kernels.fold import triton
+from symjax_rewrite.pallas_kernels.fold import triton, xla
 from tests.pallas_kernels import gpu_compiler
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -42,6 +42,31 @@ def test_no_kernel_is_traced_for_the_shapes_of_a_fold(monkeypatch):
     monkeypatch.setattr(triton, "fold_triton", lambda *_: pytest.fail("a kernel is traced"))
     report = sym_optimize(soft_nearest_and_mean, device="cpu").explain(*specs())
     assert [use.name for use in report.routes if use.taken] == ["fold"]
+
+
+def _in_a_loop(x, ys):
+    for y in ys:
+        x = x + nearest(x, y)[:, None]
+    return x
+
+
+def _line_by_line(x, ys):
+    x = x + jnp.min(jnp.sum((x[:, None] - ys[0][None]) ** 2, -1), 1)[:, None]
+    x = x + jnp.min(jnp.sum((x[:, None] - ys[1][None]) ** 2, -1), 1)[:, None]
+    return x + jnp.min(jnp.sum((x[:, None] - ys[2][None]) ** 2, -1), 1)[:, None]
+
+
+@pytest.mark.parametrize(("fun", "count", "lines"), [(_in_a_loop, 5, 1), (_line_by_line, 3, 3)])
+def test_equal_folds_of_one_line_are_staged_once(monkeypatch, fun, count, lines):
+    """Their equations keep the user's line. The first reads its points in another order."""
+    staged, of = [], xla.fold_xla
+    monkeypatch.setattr(xla, "fold_xla", lambda spec, *xs: (staged.append(spec), of(spec, *xs))[1])
+    x, y = specs()
+    with jax.numpy_rank_promotion("allow"):
+        jaxpr = sym_optimize(fun, device="cpu").trace(x, [y] * count).jaxpr
+    folds = [e for e in jax_internals.all_equations(jaxpr) if e.primitive.name == LATE]
+    assert len(folds) == count and len({*map(jax_internals.source_line, folds)}) == lines
+    assert len({*staged}) <= 2 and len(staged) == max(len({*staged}), lines)
 
 
 def test_a_program_is_lowered_for_a_gpu_without_one():
