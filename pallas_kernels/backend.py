@@ -304,7 +304,8 @@ class KernelFamily(Generic[Spec]):
         elif isinstance(kernel := (cuda_run or self.cuda_run)(spec), Reason):
             run = plain
         else:
-            run = partial(_by_platform, kernel, elsewhere or plain)
+            key = (cuda_run or self.name, spec)
+            run = partial(_by_platform, key, kernel, elsewhere or plain)
         return by_definition(run, definition or plain, *operands)
 
     def _named(self, name: str, spec: Spec) -> Callable[..., Any]:
@@ -328,29 +329,29 @@ class KernelFamily(Generic[Spec]):
         return partial(lax.platform_dependent, default=elsewhere, **{platform: run})
 
 
-def _by_platform(kernel: Callable[..., Any], default: Callable[..., Any], *operands: Any) -> Any:
-    """Run a kernel where the program is lowered for CUDA, and the default elsewhere."""
-    closed, tree = _staged(default, operands)
+def _by_platform(
+    key: Hashable, kernel: Callable[..., Any], default: Callable[..., Any], *operands: Any
+) -> Any:
+    """Run a kernel where the program is lowered for CUDA, and the default elsewhere.
+
+    key: equal for equal kernels and defaults.
+    """
+    closed, tree = _staged(default, operands, ("elsewhere", key))
     plain = partial(jax_internals.eval_jaxpr, closed)
     if _defers.get():
         run = lambda *xs: jax.tree.leaves(kernel(*xs)) if _may_lower() else plain(*xs)  # noqa: E731
     else:
-        run, _ = jax_internals.make_jaxpr(kernel, *operands)
+        run, _ = _staged(kernel, operands, ("cuda", key))
     late = partial(jax_kernels.late_kernel, run, plain, closed.out_avals)
     leaves = lax.platform_dependent(*operands, cuda=late, default=plain)
     return jax.tree.unflatten(tree, leaves)
 
 
-def _staged(fun: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the jaxpr of a function, and its output tree; those of equal functions are made once.
-
-    Functions of a spec are equal where their specs are.
-    """
+def _staged(fun: Callable[..., Any], operands: Sequence[Any], key: Hashable) -> tuple[Any, Any]:
+    """Return the jaxpr of a function, and its output tree; one for equal keys and operands."""
     known = _staged_before.get()
-    if known is None or not isinstance(fun, partial):
-        return jax_internals.make_jaxpr(fun, *operands)
-    given = fun.func, fun.args, *fun.keywords.items()
-    key = (*given, *map(jax.typeof, operands), jax_internals.trace_place())
+    known = {} if known is None else known
+    key = (key, *map(jax.typeof, operands), jax_internals.trace_place())
     if key not in known:
         known[key] = jax_internals.make_jaxpr(fun, *operands)
     return known[key]
