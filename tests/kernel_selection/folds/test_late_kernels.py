@@ -69,6 +69,19 @@ def test_equal_folds_of_one_line_are_staged_once(monkeypatch, fun, count, lines)
     assert len({*staged}) <= 2 and len(staged) == max(len({*staged}), lines)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+def test_equal_kernels_for_a_gpu_are_staged_once(monkeypatch):
+    staged, of = [], triton.fold_triton
+    fold = lambda spec, *xs: (staged.append(spec), of(spec, *xs))[1]  # noqa: E731
+    monkeypatch.setattr(triton, "fold_triton", fold)
+    x, y = specs()
+    with gpu_compiler.described("H200"), jax.numpy_rank_promotion("allow"):
+        ours = sym_optimize(_in_a_loop, device="h200", kernels="always")
+        jaxpr = ours.trace(x, [y] * 5).jaxpr
+    kernels = [e for e in jax_internals.all_equations(jaxpr) if e.primitive.name == KERNEL]
+    assert len(kernels) >= 5 and 0 < len(staged) == len({*staged}) <= 2
+
+
 def test_a_program_is_lowered_for_a_gpu_without_one():
     traced = jax.jit(sym_optimize(nearest)).trace(*specs())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
