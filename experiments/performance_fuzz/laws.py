@@ -15,7 +15,9 @@ many columns as rows; `square_repeats` of `FusionFacts`. *Repeated*: sums of row
 inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices with few columns,
 and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and `cached_rows` of
 `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
-product in the fusion and stored; `product_bytes` of `FusionFacts`. *Tiles*: folds of sums over
+product in the fusion and stored; `product_bytes` of `FusionFacts`. *Followed*: sums of differences
+with a function in their call and after it; `followed` and `followed_elements` of `FusionFacts`.
+*Tiles*: folds of sums over
 features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and
 written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
 `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
@@ -214,18 +216,42 @@ def rows(count: int = 200_000) -> None:
         print(f"{size} in rows of {width}: {' and '.join(f'{r:.1f}' for r in rates)} GB/s")
 
 
+def stored(x: Any) -> Any:
+    """Return a value that XLA computes in a call of its own."""
+    return lax.reduce_precision(x, 8, 23)
+
+
+def followed(count: int = 60, seed: int = 1) -> None:
+    """Print how many times longer sums of differences take with a function in their call."""
+    rng, found = random.Random(seed), list[tuple[int, float]]()
+    while len(found) < count:
+        n, m, width = (int(2 ** rng.uniform(4, top)) for top in (12, 11, 10))
+        if 8e6 < n * m * width < 6e7:
+            x, y = array(n, width), array(m, width)
+            fused, apart = (
+                seconds_of(lambda x, y, f=f: jnp.exp(-f(jnp.sum((x[:, None] - y) ** 2, -1))), x, y)
+                for f in (lambda x: x, stored)
+            )
+            found.append((width, fused / apart))
+    for least in (16, 64, 128, 256, 512):
+        times = [math.log(t) for width, t in found if least <= width < 2 * max(least, 32)]
+        if times:
+            mean, most = math.exp(sum(times) / len(times)), math.exp(max(times))
+            print(
+                f"sums of {least:3} features and more: {mean:.2f} times as long, at most {most:.1f}"
+            )
+
+
 def fused_products(width: int = 64) -> None:
     """Print how many times slower fusions are that hold a product, by the side it is read from."""
 
     def differences(x: Any, y: Any) -> Any:
         return jnp.max(jnp.abs(x[:, None] - y), -1)
 
-    def stored(x: Any) -> Any:
-        return lax.reduce_precision(x, 8, 23)
-
-    w, y = array(width, 32), array(800, 32)
-    for count in (200, 700, 1000, 1050, 2000):
-        x = array(count, width)
+    y = array(800, 32)
+    sizes = [*[(n, width) for n in (200, 700, 1000, 1050, 2000)], (2000, 4), (2100, 4)]
+    for count, summed in sizes:
+        x, w = array(count, summed), array(summed, 32)
         sides = {
             "rows": lambda x, w, y, f: differences(f(x @ w), y),
             "columns": lambda x, w, y, f: differences(y, f(x @ w)),
@@ -235,7 +261,8 @@ def fused_products(width: int = 64) -> None:
             fused, apart = (
                 seconds_of(functools.partial(reduced, f=f), x, w, y) for f in (lambda x: x, stored)
             )
-            print(f"{4 * x.size >> 10:4} KiB as {side}: {fused / apart:.1f} times as long")
+            size = 4 * count * max(summed, 32) >> 10
+            print(f"{size:4} KiB as {side}: {fused / apart:.1f} times as long")
 
 
 def tiles(points: int = 2000) -> None:
@@ -420,6 +447,7 @@ def main() -> None:
         features()
         rows()
         fused_products()
+        followed()
         tiles()
         ties()
         squares()

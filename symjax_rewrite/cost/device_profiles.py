@@ -372,11 +372,12 @@ CPU = Device(
             product_bytes=1 << 18,
             square_repeats=4.0,
             repeated_s=2e-8,
+            followed=1.6,
             sums_are_products=True,
             sorts_parts=True,
         )
         if jax.__version_info__ < (0, 11)
-        else FusionFacts()
+        else FusionFacts(followed=1.6)
     ),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),

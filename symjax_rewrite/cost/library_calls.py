@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from symjax_rewrite.ir.flat_program import Equation
 
@@ -19,6 +20,8 @@ KNOWN = frozenset(
 if jax.__version_info__ >= (0, 11):
     KNOWN |= {"sin", "cos", "tan"}
 ENDS = frozenset({"min", "max"})
+REDUCED = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
+WHOLE_ROW = 32  # elements: XLA reduces longer rows of integers in pieces, out of memory
 
 
 def is_known(name: str, operands: Iterable[str]) -> bool:
@@ -27,6 +30,20 @@ def is_known(name: str, operands: Iterable[str]) -> bool:
     operands: names of the operations that compute its operands.
     """
     return name in KNOWN and not (name in ENDS and any(x in ENDS - {name} for x in operands))
+
+
+def is_cut(e: Equation) -> bool:
+    """Return True for a reduction that XLA cuts in pieces, so that its operand is stored.
+
+    The library reduces floats, and XLA integers and truth values of short rows in one loop. Of
+    named sizes nothing is known.
+    """
+    if e.name not in REDUCED:
+        return False
+    x: Any = e.eqn.invars[0].aval
+    rows = [x.shape[k] for k in e.eqn.params["axes"]]
+    is_long = any(isinstance(n, int) and n > WHOLE_ROW for n in rows)
+    return is_long and not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def is_product_with_vector(e: Equation, makers: Mapping[int, Equation]) -> bool:

@@ -508,7 +508,7 @@ class FusionFacts:
     )
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
     product_bytes: float = quantity(
-        "bytes", "of the left operand of a product that a fusion computes in one piece", LAWS, 0
+        "bytes", "of the left operand and the result of a product in one piece of a fusion", LAWS, 0
     )
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
     vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
@@ -520,16 +520,29 @@ class FusionFacts:
     repeated_s: float = quantity(
         "s/element", "of a reduction's result, repeated along an inner axis by its call", LAWS, 0.0
     )
+    followed: float = quantity(
+        "1", "times that a reduction of long rows takes in a call that goes on, mean", LAWS, 1.0
+    )
+    followed_elements: int = quantity("elements", "in fewer it takes as long", LAWS, 1 << 22)
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
-    def writes(self, is_outer: bool, is_last: bool, left_bytes: float) -> bool:
+    def writes(self, is_outer: bool, is_last: bool, largest_bytes: float) -> bool:
         """Return True if a fusion writes what it reduces, computed from a product.
 
         is_outer: True if the product is repeated along an axis outside its rows. is_last: True if
-        no operation of the fusion follows the reduction. left_bytes: of the product's left operand.
+        no operation of the fusion follows the reduction. largest_bytes: of the product's matrices.
         """
-        return is_outer and is_last if left_bytes <= self.product_bytes else not is_outer
+        return is_outer and is_last if largest_bytes <= self.product_bytes else not is_outer
+
+    def followed_factor(self, row: int, elements: int) -> float:
+        """Return how many times a reduction takes in a call that goes on.
+
+        row: elements of a computed row that is reduced; elements: of all rows. The factor rises
+        from one up to twice the least sizes, so that prices have no jump.
+        """
+        shares = (row / self.long_row - 1, elements / self.followed_elements - 1)
+        return 1 + (self.followed - 1) * math.prod(min(max(s, 0.0), 1.0) for s in shares)
 
     def across_seconds(self, rows: float, page_s: float) -> float:
         """Return the seconds of a reduction across short rows in a fusion.

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.cost.library_calls import is_known
+from symjax_rewrite.cost.library_calls import is_cut, is_known
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.cost.term_cost import CostModel, Facts
 from symjax_rewrite.cost.transposed_copies import copied_operands
 from symjax_rewrite.ir.dataflow import Needed, node_of, walk
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.term import CONST, NATIVE
+from symjax_rewrite.ir.term import CONST, NATIVE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 
 Span = tuple[float, int, int]  # bytes, and the first and the last level that holds them
@@ -66,7 +66,7 @@ def fresh_seconds(t: TermGraph, need: Needed, model: CostModel, device: Device) 
     if not may_be_fresh(t.program, device):
         return 0.0
     results = [model.class_bytes(t.graph, c) for c in need.outside if c not in t.leaf_value]
-    return sum(map(device.page_seconds, [block_bytes(t, need, model), *results]))
+    return sum(map(device.page_seconds, [temporaries_of(t, need, model).bytes(), *results]))
 
 
 def may_be_fresh(program: Program, device: Device) -> bool:
@@ -77,11 +77,27 @@ def may_be_fresh(program: Program, device: Device) -> bool:
     return device.page_seconds(2 * sum(map(aval_bytes, made))) > 0
 
 
-def block_bytes(t: TermGraph, need: Needed, model: CostModel) -> float:
-    """Return the most bytes of temporaries that a program holds at once, results excluded.
+class Temporaries(NamedTuple):
+    """The temporaries of a program.
 
-    The arguments are those of `fresh_memory`.
+    spans: of values and their copies, by class. results: bytes of the results that the program
+    computes, and the level that writes them.
     """
+
+    spans: list[tuple[int, Span]]
+    results: list[tuple[float, int]]
+
+    def bytes(self, without: Container[int] = ()) -> float:
+        """Return the most bytes that are held at once outside the results.
+
+        without: classes that are not stored.
+        """
+        left = [span for cls, span in self.spans if cls not in without]
+        return _most(_outside_results(left, self.results))
+
+
+def temporaries_of(t: TermGraph, need: Needed, model: CostModel) -> Temporaries:
+    """Return the temporaries of a program. The arguments are those of `fresh_memory`."""
     facts = _facts(t, need, model)
     stored = _stored(t, need, facts, model)
     level: dict[int, int] = {}
@@ -92,17 +108,40 @@ def block_bytes(t: TermGraph, need: Needed, model: CostModel) -> float:
             reads[c] = _operands(c, facts, stored)
             level[c] = 1 + max([level[a] for a in reads[c]], default=-1)
             last.update((a, max(last.get(a, 0), level[c])) for a in reads[c])
-    apart = {c for c in need.order if facts[c].node.op == CONST}.union(t.leaf_value, need.outside)
+    given = {c for c in need.order if facts[c].node.op == CONST}.union(t.leaf_value)
+    results = need.outside - given
+    dtype_of = lambda c: t.graph.classes[c].dtype  # noqa: E731
     copies = _copies(t, model, level)
-    single = reads.keys() - apart - copies.keys()  # another kernel reads what a copy is made of
+    single = reads.keys() - given - copies.keys()  # another kernel reads what a copy is made of
     for c in [c for c in reads if c in single and _is_loop(facts[c])]:
         for a in reads[c]:
-            if a not in apart and facts[a].bytes == facts[c].bytes and last[a] == level[c]:
+            same = facts[a].bytes == facts[c].bytes and dtype_of(a) == dtype_of(c)
+            if a not in given | results and same and last[a] == level[c]:
                 last[a] -= 1  # the loop writes over its operand
                 break
-    mine = [c for c in level if c not in apart]
-    spans = [(facts[c].bytes, level[c], last.get(c, level[c])) for c in mine]
-    return _most([*spans, *itertools.chain(*copies.values())])
+    mine = [c for c in level if c not in given | results]
+    spans = [(c, (facts[c].bytes, level[c], last.get(c, level[c]))) for c in mine]
+    held = [(facts[c].bytes, level[c]) for c in results if c in level]
+    spans += [(c, span) for c, both in copies.items() for span in both]
+    return Temporaries(spans, held)
+
+
+def _outside_results(spans: Iterable[Span], results: Iterable[tuple[float, int]]) -> list[Span]:
+    """Return the spans that are in no memory of a result, which holds others before it is written.
+
+    results: bytes, and the level that writes them. The largest temporary is placed first.
+    """
+    free = [(size, [(first, math.inf)]) for size, first in sorted(results)]
+    left = []
+    for span in sorted(spans, reverse=True):
+        size, first, until = span
+        places = [taken for most, taken in free if most >= size]
+        fits = [p for p in places if all(until < a or b < first for a, b in p)]
+        if fits:
+            fits[0].append((first, until))
+        else:
+            left.append(span)
+    return left
 
 
 def _facts(t: TermGraph, need: Needed, model: CostModel) -> dict[int, Facts]:
@@ -116,12 +155,19 @@ def _stored(t: TermGraph, need: Needed, facts: dict[int, Facts], model: CostMode
     except for functions.
     """
     natives = [c for c in need.order if facts[c].node.op == NATIVE]
-    roots = need.outside.union(a for c in natives for a in facts[c].args)
+    cut = [c for c in need.order if (e := t.maker_of(c)) is not None and is_cut(e)]
+    roots = need.outside.union(a for c in [*natives, *cut] for a in facts[c].args)
+    roots = roots.union(a.cls for c in need.order for a in facts[c].node.args if _is_diagonal(a))
     apart = model.written(facts, tuple(sorted(roots)), set())
     roots = roots.union(c for c in apart if facts[c].function in SLOW_MAPS)
     called = {c: f._replace(is_group=False) if f.is_called else f for c, f in facts.items()}
     stored = model.written(called, tuple(sorted(roots)), set())
     return stored.union(natives, t.leaf_value, _stored_for_calls(facts, stored))
+
+
+def _is_diagonal(a: Ref) -> bool:
+    """Return True for an operand of which a diagonal is read, which XLA gathers out of memory."""
+    return len({*a.axes}) < len(a.axes)
 
 
 def _stored_for_calls(facts: dict[int, Facts], stored: set[int]) -> set[int]:
@@ -142,16 +188,30 @@ def _stored_for_calls(facts: dict[int, Facts], stored: set[int]) -> set[int]:
 
 
 def _operands(c: int, facts: dict[int, Facts], stored: set[int]) -> list[int]:
-    """Return the stored classes that the kernel of a class reads.
+    """Return the stored classes that the kernel of a class reads, and the calls before it.
 
-    A loop computes a cheap elementwise value anew, and a product or a call reads it.
+    A loop computes a cheap elementwise value anew that no call before it reads, and a diagonal of
+    it in any case. A product or a call reads it.
     """
-    is_loop = _is_loop(facts[c])
+    called: set[int] = set()
 
-    def below(a: int) -> tuple[int, ...]:
-        return facts[a].args if a not in stored or (is_loop and _is_cheap(facts[a])) else ()
+    def inside(cls: int, reader: str) -> list[tuple[int, str]]:
+        reader = "call" if facts[cls].is_called else reader
+        return [
+            (a.cls, "diagonal" if reader == "loop" and _is_diagonal(a) else reader)
+            for a in facts[cls].node.args
+        ]
 
-    return [a for a in walk(facts[c].args, below) if not below(a) and a in stored]
+    def is_read(a: int, reader: str) -> bool:
+        anew = reader == "diagonal" or (reader == "loop" and a not in called)
+        return a in stored and not (anew and _is_cheap(facts[a]))
+
+    def below(place: tuple[int, str]) -> list[tuple[int, str]]:
+        return [] if is_read(*place) else inside(*place)
+
+    operands = inside(c, "loop" if _is_loop(facts[c]) else "call")
+    called.update(a for a, reader in walk(operands, below) if a in stored and reader == "call")
+    return [*dict.fromkeys(a for a, reader in walk(operands, below) if is_read(a, reader))]
 
 
 def _is_loop(f: Facts) -> bool:

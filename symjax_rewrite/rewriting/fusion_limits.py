@@ -13,6 +13,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
   operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
   operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
   times as long.
+- A call takes longer for long rows if operations follow their reduction, 1.6 times as long in the
+  mean and up to 20 times.
 - A product of rows and a vector stores the rows. A sum of products does not, but until jaxlib 0.11
   XLA makes a product of it.
 - Until jaxlib 0.11, whole rows are sorted where a slice of a top-k is no smaller top-k.
@@ -29,7 +31,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +48,7 @@ from symjax_rewrite.cost.equation_cost import (
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.placed_products import is_product
 from symjax_rewrite.cost.profile_groups import FusionFacts
-from symjax_rewrite.ir.dataflow import numbers, walk
+from symjax_rewrite.ir.dataflow import numbers, reaches, value_operands, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
@@ -95,9 +97,10 @@ class FusionLimits:
             weighted = dict(_weighted_sums(r))
             yield from weighted.values()
         if found:
-            yield from _reductions(found, r)
             apart = [e for e in found if e not in weighted]
-            yield from _reduced_in_products(apart, r)
+            ended = dict([*_reduced_in_products(apart, r), *_followed_rows(apart, r)])
+            yield from _reductions(found, r, ended)
+            yield from ended.values()
             yield from _sums_of_selections(apart, r)
             if context.reorders():
                 yield from _short_sums(found, r)
@@ -107,8 +110,13 @@ class FusionLimits:
             yield from _selections(r)
 
 
-def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
-    """Yield reductions of short rows, and products that are computed in reductions."""
+def _reductions(
+    found: list[Equation], r: Fused, ended: Collection[Equation]
+) -> Iterator[Candidate]:
+    """Yield reductions of short rows, and products that are computed in reductions.
+
+    ended: reductions whose results are stored, so that they end their calls.
+    """
     facts, makers, users = r.facts, r.makers, r.users
     products: dict[int, Candidate] = {}
     for e in found:
@@ -126,10 +134,10 @@ def _reductions(found: list[Equation], r: Fused) -> Iterator[Candidate]:
         if not chain.matrices:
             continue
         row_s = facts.row_s * size_read(e) / chain.width
-        if facts.product_bytes and any(map(is_product, _fused_readers(e, users))):
+        if facts.product_bytes and e not in ended and any(_product_readers(e, r)):
             continue  # that product computes the reduction
         written_s = facts.stored_s * size_read(e) + r.device.page_seconds(4.0 * size_read(e))
-        is_last = not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
+        is_last = e in ended or not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
         for v, repeated in chain.matrices.items():
             for p in r.products(v):
                 made: Any = p.eqn.outvars[0].aval
@@ -157,10 +165,11 @@ def _writes_pairs(
     is_outer = any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
     left, (_, (batch, _)) = shape_of(p.eqn.invars[0]), p.eqn.params["dimension_numbers"]
     matrix = math.prod(n for k, n in enumerate(left) if k not in batch)
-    return facts.writes(is_outer, is_last, 4.0 * matrix)
+    result = math.prod(shape_of(p.eqn.outvars[0])[len(batch) :])
+    return facts.writes(is_outer, is_last, 4.0 * max(matrix, result))
 
 
-def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]:
+def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:
     """Yield reductions of computed rows that a product of matrices reads: max |x - y| @ W."""
     facts, device = r.facts, r.device
     for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]:
@@ -168,8 +177,8 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
         long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
         if not (long and chain.is_in_call) or chain.selected:
             continue
-        readers = {u.outvals: u for u in _fused_readers(e, r.users) if u.name == "dot_general"}
-        products = [u for u in readers.values() if not (_is_batched(u) or _is_square(u))]
+        readers = [*dict.fromkeys(_product_readers(e, r))]
+        products = [u for u in readers if not (_is_batched(u) or _is_square(u))]
         if len(readers) == len(products) == 1:  # XLA stores the operands of several products
             rows_s = facts.row_s * size_made(e)
             fused_s = rows_s + device.page_seconds(4.0 * size_read(e))
@@ -177,14 +186,54 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[Candidate]
                 rows_s + facts.stored_s * size_made(e) + device.page_seconds(4.0 * size_made(e))
             )
             if r.pays(fused_s, stored_s):
-                yield candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
+                yield e, candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
 
 
-def _fused_readers(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[Equation]:
-    """Yield the equations that read a result, or read it through operations of the library."""
+def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:
+    """Yield reductions of computed long rows whose call goes on: exp(-Σ (x - y)²)."""
+    facts = r.facts
+    for e in found if facts.followed > 1 else ():
+        users = r.users.get(e.outvals[0], ())
+        if len(users) != 1 or users[0].name not in KNOWN | REDUCTIONS:
+            continue
+        chain = r.chain(e.reads[0])
+        if chain.width < facts.long_row or not _is_along_rows(e, chain.width):
+            continue
+        if not chain.is_in_call or chain.selected or any(_product_readers(e, r)):
+            continue
+        alone_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * size_made(e)
+        longer = facts.followed_factor(chain.width, size_read(e))
+        seconds = longer * alone_s, alone_s + facts.stored_s * size_made(e)
+        if r.pays(*seconds):
+            yield e, candidate(RULE, e.where(), _stored_result(e), seconds)
+
+
+def _product_readers(e: Equation, r: Fused) -> Iterator[Equation]:
+    """Yield the products whose call computes a reduction that they read.
+
+    That holds for none behind a division by what is computed from the reduction, as by the sum of a
+    softmax: XLA computes reciprocals in a loop of its own.
+    """
+    operands = value_operands(r.makers)
+
+    def ends(u: Equation) -> bool:
+        is_ratio = u.name == "div" and len(u.reads) == 2
+        return is_ratio and reaches([u.reads[1]], operands, e.outvals)
+
+    return filter(is_product, _fused_readers(e, r.users, ends))
+
+
+def _fused_readers(
+    e: Equation, users: Mapping[int, list[Equation]], ends: Callable[[Equation], bool]
+) -> Iterator[Equation]:
+    """Yield the equations that read a result, or read it through operations of the library.
+
+    ends: True for an operation after which another call begins.
+    """
 
     def fused(v: int) -> Iterator[int]:
-        return (o for u in users.get(v, ()) if u.name in VIEWS | KNOWN for o in u.outvals)
+        inside = (u for u in users.get(v, ()) if u.name in VIEWS | KNOWN and not ends(u))
+        return (o for u in inside for o in u.outvals)
 
     for v in walk(e.outvals, fused):
         yield from users.get(v, ())

@@ -10,7 +10,7 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
-from symjax_rewrite.cost.temporaries import FreshMemory, block_bytes
+from symjax_rewrite.cost.temporaries import FreshMemory, temporaries_of
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.reports.program_cost import ProgramTerms
 
@@ -42,16 +42,36 @@ def weighted(x: Any, y: Any) -> Any:
     return jnp.einsum("ij,ijk->ik", w, d), jnp.einsum("ij,ijk->jk", w, d)
 
 
+def counted(x: Any, y: Any) -> Any:
+    """XLA stores truth values as numbers and counts them in pieces."""
+    return jnp.sum(x @ y.T < 0.5, 1)
+
+
+def contrasted(x: Any, y: Any) -> Any:
+    """XLA gathers the diagonal of the scores in memory."""
+    s = x @ y.T / 0.1
+    return jnp.mean(jax.nn.logsumexp(s, 1) - jnp.diag(s))
+
+
+def highway(x: Any, y: Any) -> Any:
+    """Half of the temporaries are in the memory of the result."""
+    h = x * 2
+    return 0.5 * (h + h @ y[:24])
+
+
 @pytest.mark.parametrize(
     ("fun", "differentiated", "off"),
-    [(smoothed, True, 0.2), (copied, False, 0.2), (weighted, False, 0.01)],
-)
+    [
+        (smoothed, True, 0.2), (copied, False, 0.2), (weighted, False, 0.01),
+        (counted, False, 0.2), (contrasted, False, 0.2), (highway, False, 0.2),
+    ],
+)  # fmt: skip
 def test_the_block_is_as_large_as_xla_makes_it(fun: Any, differentiated: bool, off: float) -> None:
     if differentiated:
         fun = jax.grad(fun, (0, 1))
     specs = [jax.ShapeDtypeStruct((300, 24), "float32")] * 2
     terms = ProgramTerms.of(flatten(jax.make_jaxpr(fun)(*specs)))
-    found = block_bytes(terms.t, terms.need, terms.model(CPU, {}))
+    found = temporaries_of(terms.t, terms.need, terms.model(CPU, {})).bytes()
     made: Any = jax.jit(fun).lower(*specs).compile().memory_analysis()
     assert found == pytest.approx(made.temp_size_in_bytes, rel=off)
 

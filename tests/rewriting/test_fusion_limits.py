@@ -67,6 +67,14 @@ TAKEN = {
         lambda x, w: jnp.einsum("k,ijk->ij", w, jnp.abs(x[:, None] - x)),
         array(450, 64), array(64),
     ),
+    "points that a product computes, in a sum that goes on": (
+        lambda x, w, y: jnp.exp(-distances(x @ w, y) / 100),
+        array(1500, 4), array(4, 64), array(90, 64),
+    ),
+    "a softmax of distances over many features": (
+        lambda x, y, w: jax.nn.softmax(-distances(x, y) / 100) @ w,
+        array(379, 256), array(120, 256), array(120, 3),
+    ),
     "largest differences in a product": (
         lambda x, y, w: jnp.max(jnp.abs(x[:, None] - y), -1) @ w,
         array(2000, 64), array(70, 64), array(70, 3),
@@ -187,6 +195,10 @@ LEFT = {
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
     "short rows in a product": (kernel_times, array(4000, 32), array(70, 32), array(70, 3)),
+    "a softmax of distances in a product": (
+        lambda x, y, w: jax.nn.softmax(-distances(x, y) / 100) @ w,
+        array(2000, 64), array(70, 64), array(70, 3),
+    ),
     "few distances in a product": (kernel_times, array(200, 64), array(70, 64), array(70, 3)),
     "distances that two products read": (
         lambda x, y, w: (lambda k: k @ w + k @ w[::-1])(jnp.exp(-distances(x, y) / 100)),

@@ -78,12 +78,18 @@ MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
 
 
 def compared(
-    t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
+    t: TermGraph,
+    cluster: Cluster,
+    routes: list[FoldRoute],
+    device: Device,
+    beside_s: float = 0.0,
 ) -> tuple[float, float, int]:
     """Return predicted seconds of a cluster's terms as written and of its folds, and `bytes_whole`.
 
     A cluster that XLA streams holds no bytes in memory. Its library stores the weights of a softmax
     of long rows.
+
+    beside_s: seconds of fresh memory that stored terms need beside other temporaries.
     """
     library = is_in_library(t, cluster, device)
     inside = library and is_all_in_library(t, cluster)
@@ -99,7 +105,8 @@ def compared(
         fresh = min(fresh, largest_bytes(t, cluster) // calls)
     fast = with_temporaries(device, fresh)
     whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, fast)
-    whole += calls * device.page_seconds(fresh)
+    fresh_s = calls * device.page_seconds(fresh)
+    whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
     return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
 
 

@@ -66,12 +66,21 @@ class Comparison(NamedTuple):
 
 
 class Comparisons:
-    """The comparisons of one cluster with its folds at the samples of the named sizes."""
+    """The comparisons of one cluster with its folds at the samples of the named sizes.
+
+    beside_s: seconds of fresh memory that its terms need beside other temporaries.
+    """
 
     def __init__(
-        self, t: TermGraph, cluster: Cluster, folds: Sequence[FoldRoute], device: Device
+        self,
+        t: TermGraph,
+        cluster: Cluster,
+        folds: Sequence[FoldRoute],
+        device: Device,
+        beside_s: float = 0.0,
     ) -> None:
         self.t, self.cluster, self.folds, self.device = t, cluster, folds, device
+        self.beside_s = beside_s
 
     def at(self, sample: Sample) -> Comparison:
         """Compare the cluster as written with its folds at one sample."""
@@ -79,7 +88,7 @@ class Comparisons:
         with t.at(sample):
             routes = [at_sample(r, t) for r in self.folds]
             reordered = reorders(t, self.cluster, routes, device)
-            before, after, saved = compared(t, self.cluster, routes, device)
+            before, after, saved = compared(t, self.cluster, routes, device, self.beside_s)
             if all(r.spec.named and xla_blocks(r.spec).steps(r.spec) == 1 for r in routes):
                 after = before  # one block holds all pairs: the operations are those written
             pairs = min(math.prod((*r.spec.batch_shape, r.spec.rows, r.spec.cols)) for r in routes)

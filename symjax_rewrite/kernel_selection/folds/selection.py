@@ -7,15 +7,16 @@ decides.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.temporaries import may_be_fresh, temporaries_of
 from symjax_rewrite.errors import KernelError, UsageError, choice
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
@@ -49,7 +50,7 @@ from symjax_rewrite.kernel_selection.kernel_candidate import (
     candidates,
     classes_read,
 )
-from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.scan import SCANS
 from symjax_rewrite.rewriting.algebra import giving_way_to_rules
@@ -102,8 +103,9 @@ class _FoldSelection:
     """
 
     def __init__(self, context: Context, terms: Terms) -> None:
-        self.kernels, self.device = context.options.kernels, context.device
-        self.samples, self.narrow = terms.samples, terms.narrow
+        self.kernels, self.device, self.terms = context.options.kernels, context.device, terms
+        self.samples, self.narrow, self.call_s = terms.samples, terms.narrow, context.call_s
+        self.beside_s = dict[int, float]()  # of fresh memory, by the id of a cluster
         auto, folds = self.kernels == "auto", self.device.folds
         self.scope = Scope(
             least=folds.least_pairs if auto else 0,
@@ -137,15 +139,47 @@ class _FoldSelection:
             reason = Obstacle.SHARDING("several devices: XLA might gather a fold's operands")
             for cluster in found:
                 cluster.reason = reason
-        made: dict[int, list[Route]] = {}
         self._refuse_equal(t, need, [c for c in found if not c.reason])
-        while any(not c.reason and n not in made for n, c in enumerate(found)):
-            # Terms of refused clusters are materialised, so that other folds need more.
-            made = self._routes(t, need, found)
+        made = self._settled(t, need, found, {})
+        if self._reopen(t, [found[n] for n in made], found):
+            made = self._settled(t, need, found, made)
         refused = [_refusal(cluster) for cluster in found if cluster.reason]
         declined = [Refusal("fold", found[n].declined, found[n].where) for n in sorted(made)]
         refused += [r for r in declined if r.reason]
         return [_proposal(found[n], made[n]) for n in sorted(made)], refused
+
+    def _settled(
+        self, t: TermGraph, need: Needed, found: list[Cluster], made: dict[int, list[Route]]
+    ) -> dict[int, list[Route]]:
+        """Return the routes of the clusters that are left once all others are refused."""
+        while any(not c.reason and n not in made for n, c in enumerate(found)):
+            # Terms of refused clusters are materialised, so that other folds need more.
+            made = self._routes(t, need, found)
+        return made
+
+    def _reopen(self, t: TermGraph, taken: list[Cluster], found: list[Cluster]) -> bool:
+        """Decide anew about clusters whose terms need fresh memory beside other temporaries.
+
+        The memory of the terms of folds that are taken is gone already. Temporaries of the body of
+        a loop or branch are in the block of the whole call.
+        """
+        terms, device = self.terms, self.device
+        dear = [c for c in found if c.seconds and obstacle_of(c.reason) is Obstacle.COST]
+        if t is not terms.t or t.dim_env or not (dear and self.call_s):
+            return False
+        if not may_be_fresh(t.program, device):
+            return False
+        block = temporaries_of(t, terms.need, terms.model)
+        gone = {cls for c in taken for cls in c.classes()[0]}
+        left_s = device.page_seconds(block.bytes(gone))
+        for c in sorted(dear, key=lambda c: -c.pairs):
+            without = gone | c.classes()[0]
+            without_s = device.page_seconds(block.bytes(without))
+            before_s, after_s = c.seconds or (0.0, 0.0)
+            if margins.pays(before_s + left_s - without_s, after_s, "fold", device):
+                self.beside_s[id(c)] = left_s - without_s
+                c.reason, gone, left_s = "", without, without_s
+        return bool(self.beside_s)
 
     def _refuse_equal(self, t: TermGraph, need: Needed, found: list[Cluster]) -> None:
         """Decide one of every group of equal clusters, and refuse all of a group with it."""
@@ -220,7 +254,7 @@ class _FoldSelection:
                 return Obstacle.BACKEND(streams)
             if not support and not route.kernel:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
-            route.price = partial(price_at, route, t, self.samples[0])
+            route.price = functools.partial(price_at, route, t, self.samples[0])
         why = self._refused(t, draft.cluster, folds)
         if why and self.kernels == "auto":
             return why
@@ -232,7 +266,8 @@ class _FoldSelection:
 
     def _refused(self, t: TermGraph, cluster: Cluster, folds: list[FoldRoute]) -> str:
         """Return the reason to refuse folds for their price, or an empty string."""
-        compare = Comparisons(t, cluster, folds, self.device)
+        beside_s = self.beside_s.get(id(cluster), 0.0)
+        compare = Comparisons(t, cluster, folds, self.device, beside_s)
         found = [compare.at(sample) for sample in self.samples]
         cluster.seconds = found[0].before_s, found[0].after_s
         cluster.memory = margins.memory_note(found[0].saved, self.device)

@@ -17,11 +17,13 @@ from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    bytes_of,
     elements,
     is_elementwise,
     is_product,
 )
 from symjax_rewrite.kernel_selection.folds.written_terms import (
+    cut_terms,
     fused_terms,
     is_masked,
     is_reduction,
@@ -64,9 +66,11 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     steps += _feature_steps(t, cluster, folds)
     order = postorder(roots, lambda c: [a.cls for a in choice[c].args if a.cls in mine])
-    fused = fused_terms(choice, order)
+    stored = cut_terms(t, reduced)
+    fused = fused_terms(choice, order, stored)
     across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in reduced)
-    return seconds + across + steps / folds.fused_steps_per_s
+    cut = 2 * sum(bytes_of(t, c) for c in stored) / device.bytes_per_s
+    return seconds + across + cut + steps / folds.fused_steps_per_s
 
 
 def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
@@ -160,7 +164,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
-    fused = fused_terms(choice, order) - read_whole
+    fused = fused_terms(choice, order, cut_terms(t, reduced)) - read_whole
     written = model.written({c: facts[c] for c in order}, roots, set())
     written |= {c for c in order if is_elementwise(choice[c])} - fused
     last: dict[int, int] = {}
@@ -169,7 +173,8 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
         for a in operands(c):
             last[a] = max(last.get(a, -1), until)
     held = [c for c in order if c in written and c not in reduced and c not in fused]
-    size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
+    dtypes = {c: t.graph.classes[c].dtype for c in order}
+    size = {c: itemsize(dtypes[c]) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
     # A selection of row values, as in a logsumexp, is computed between calls of the library.
     apart = in_library or is_masked(choice, choice.keys() - mine)
@@ -184,6 +189,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     def lives(c: int, x: int) -> bool:
         # x is computed in c's buffer. XLA stores masked terms apart if they are also reduced.
         overwritten = x in in_place and (x in roots or users[c] == 1)
+        overwritten = overwritten and dtypes[c] == dtypes[x]
         at, until = place[x], last.get(c, place[c])
         return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))
 

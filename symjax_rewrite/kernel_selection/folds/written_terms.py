@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import KNOWN, is_known
+from symjax_rewrite.cost.library_calls import KNOWN, is_cut, is_known
 from symjax_rewrite.cost.node_steps import is_inverse_power
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, itemsize
@@ -53,13 +53,13 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
         map(m.pair.holds, m.reduction.args)
     ):
         return False
-    choice, mine, _, _ = written_terms(t, cluster)
+    choice, mine, reduced, _ = written_terms(t, cluster)
     inner = [choice[c] for c in mine if c != m.reduction.cls]
     readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
     products = [c for c in mine if c != m.reduction.cls and is_dot(choice[c])]
     if any(readers[c] > 1 for c in mine) or len(products) != 1:
         return False
-    if not all(_fuses(n) for n in inner):
+    if not all(_fuses(n) for n in inner) or cut_terms(t, reduced):
         return False
     stored = (elements(t, c) for c in choice if c not in mine)
     plain = _is_plain(t, products[0], choice[products[0]], device)
@@ -215,24 +215,36 @@ def rows_reduced(m: ClusterMember) -> int:
     return m.pairs // m.count(m.reduction.bound)
 
 
-def fused_terms(choice: Mapping[int, Node], order: Sequence[int]) -> set[int]:
+def cut_terms(t: TermGraph, reduced: Iterable[int]) -> set[int]:
+    """Return the terms that XLA stores to reduce them in pieces."""
+    made = [(c, t.maker_of(c)) for c in reduced]
+    cut = [c for c, e in made if e is not None and is_cut(e)]
+    return {a.cls for c in cut for a in node_of(t.graph, c).args}
+
+
+def fused_terms(
+    choice: Mapping[int, Node], order: Sequence[int], cut: Container[int] = ()
+) -> set[int]:
     """Return the elementwise classes that XLA computes in the loops that read them.
 
     One loop computes all classes that are read once. XLA repeats arithmetic in several loops. It
     stores the values of functions, and the operands of two reductions, which are calls of its
     library. The library knows some operations, and reads the results of all others.
+
+    cut: classes that are stored to be reduced in pieces.
     """
     loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
     called: set[int] = set()  # the classes that calls of the library read, or compute
     fused = set()
     for c in reversed(order):
         known = is_elementwise(choice[c]) and (c not in called or _is_known(choice, c))
-        if known and _is_repeated(choice, c, loops[c]):
+        if known and c not in cut and _is_repeated(choice, c, loops[c]):
             fused.add(c)
         mine = loops[c] if c in fused else {c}
         for a in choice[c].args:
             loops[a.cls] |= mine or {c}
-            if is_reduction(choice[c]) or (c in fused and c in called):
+            is_call = is_reduction(choice[c]) and a.cls not in cut
+            if is_call or (c in fused and c in called):
                 called.add(a.cls)
     return fused
 

@@ -335,6 +335,25 @@ def by_blocks(q, k, v, mask):
     return jax.nn.softmax(jnp.where(whole > 0, scores, -1e9), -1) @ v
 
 
+def test_truth_values_are_stored_as_numbers_to_be_counted():
+    def near(x, y):
+        return jnp.sum(x @ y.T < 0.5, axis=1)
+
+    assert takes_fold(near, (10_763, 8), (512, 8))
+    assert not takes_fold(near, (10_763, 8), (32, 8))
+
+
+def test_terms_that_need_fresh_memory_beside_others_pay_for_it():
+    """Two arrays of 17 MB are fresh in every call; two of 12 MB are kept."""
+
+    def contrasted(x, y):
+        s = x @ y.T / 0.1
+        return jnp.mean(jax.nn.logsumexp(s, axis=1) - jnp.diag(s))
+
+    assert takes_fold(contrasted, (2048, 16), (2048, 16))
+    assert not takes_fold(contrasted, (1700, 16), (1700, 16))
+
+
 def test_values_written_over_an_operand_need_no_fresh_memory():
     """The softmax is divided in place, and the results of a fold by blocks are as large."""
     report = sym_optimize(by_blocks, device="cpu").explain(*[spec(8, 1024, 64)] * 3, spec(16, 16))
