@@ -37,6 +37,7 @@ FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
 ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
+PARTS = frozenset({op.SLICE, op.TAKE})
 REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 BY_ORDER = REDUCED | VECTORISED  # equations whose prices depend on the order of axes in memory
 
@@ -104,6 +105,7 @@ def is_thin(node: Node) -> bool:
 class Facts(NamedTuple):
     """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
 
+    parts: operands of which it reads a part: those of a slice, and those read along a diagonal.
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
     traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
@@ -114,6 +116,7 @@ class Facts(NamedTuple):
 
     node: Node
     args: tuple[int, ...]
+    parts: tuple[int, ...]
     is_kernel: bool
     is_free: bool
     bytes: float
@@ -350,7 +353,8 @@ class CostModel:
         if found is None:
             args = tuple([a.cls for a in node.args])
             args = args if len(args) < 2 else tuple(dict.fromkeys(args))
-            found = self._facts[id(node)] = Facts(node, args, *self._numbers(g, cls, node))
+            parts = args if node.op in PARTS else _diagonals(node)
+            found = self._facts[id(node)] = Facts(node, args, parts, *self._numbers(g, cls, node))
         return found
 
     def _numbers(self, g: EGraph, cls: int, node: Node) -> tuple[Any, ...]:
@@ -495,8 +499,7 @@ class CostModel:
                 if below.node.op == op.CONST:
                     continue
                 if arg in written or below.is_free or arg in given:
-                    is_part = f.node.op in (op.SLICE, op.TAKE)
-                    size = min(below.bytes, f.bytes) if is_part else below.bytes
+                    size = min(below.bytes, f.bytes) if arg in f.parts else below.bytes
                     is_written = f.is_kernel or arg in written
                     if arg in self.inlined and not is_written:
                         inlined += self.inlined[arg] * below.work.widest
@@ -552,6 +555,13 @@ class CostModel:
                     a = g.classes[arg]
                     moved = itemsize(a.dtype) * product(a.sizes) + moved
         return Cost(flops, elementwise, moved, launches)
+
+
+def _diagonals(node: Node) -> tuple[int, ...]:
+    """Return the operands that a node reads along a diagonal alone."""
+    found = [a.cls for a in node.args if len(a.axes) > 1 and len({*a.axes}) < len(a.axes)]
+    whole = [a.cls for a in node.args if a.cls in found and len({*a.axes}) == len(a.axes)]
+    return tuple([c for c in found if c not in whole])
 
 
 def _work_of(kernel: list[Facts], read: list[Facts]) -> ElementwiseWork:
