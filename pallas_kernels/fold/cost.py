@@ -74,6 +74,21 @@ def visited_pairs(spec: FoldSpec, block_rows: int, block_cols: int) -> int:
     return math.prod(spec.batch_shape) * int(pairs)
 
 
+def looped_pairs(spec: FoldSpec, blocks: Blocks) -> int:
+    """Return the pairs that loops compute: of every row those of a smaller last block of columns.
+
+    The loop over the blocks in the band has the whole blocks of columns alone.
+    """
+    visited, band, cols = visited_pairs(spec, blocks.rows, blocks.cols), spec.band, blocks.cols
+    tail = spec.cols % cols if 0 < cols < spec.cols and spec.col not in spec.named else 0
+    if not tail or band.upper is None:
+        return visited
+    first = np.arange(0, spec.rows, max(blocks.rows, 1))
+    outside = first + blocks.rows + band.upper <= spec.cols - tail
+    rows = int(np.minimum(blocks.rows, spec.rows - first)[outside].sum())
+    return visited + math.prod(spec.batch_shape) * rows * tail
+
+
 def bytes_moved(spec: FoldSpec) -> int:
     """Return the bytes of all operands and results, each once."""
     return bytes_of([*spec.avals, *flat_shapes(spec)])

@@ -205,7 +205,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     if kernels:
         return sum(_kernel_seconds(route, kernel, device) for kernel in kernels)
     blocks = xla_blocks(spec)
-    visited = fold_cost.visited_pairs(spec, blocks.rows, blocks.cols)
+    visited = fold_cost.looped_pairs(spec, blocks)
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     share = visited / max(pairs, 1)
     kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
