@@ -168,7 +168,10 @@ def _transpose_call(cotangents: Any, *operands: Any, source: Differentiable, **_
     return [made.get(k) for k in range(len(operands))]
 
 
-_HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
+# Since jax 0.11; what takes the results of a rule apart tells.
+_HAS_STRUCTURED_RESIDUALS = (
+    "structured_residuals" in _ad.LinearizeTrace.process_primitive.__code__.co_names
+)
 
 
 @promoting()

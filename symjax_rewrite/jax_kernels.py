@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NoReturn
 
 import jax
@@ -116,6 +117,15 @@ def mosaic_rules() -> Mapping[Any, Any]:
         return math.exp2(x, fastmath=arith.FastMathFlags.afn)
 
     return lowering.mosaic_lowering_rules[core.WGxWG_SEMANTICS]
+
+
+def mosaic_kernel(body: Callable[..., None], estimate: Any, **options: Any) -> Callable[..., Any]:
+    """Return a Mosaic GPU kernel; an estimate of its cost is left out before JAX 0.12."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if "cost_estimate" in signature(plgpu.kernel).parameters:
+        options["cost_estimate"] = estimate
+    return plgpu.kernel(body, **options)
 
 
 def ptxas_breaks_masks() -> bool:

@@ -1,13 +1,17 @@
 """Measuring on a GPU: chained calls, errors on the device, one record for every case.
 
-A contestant is a function of the case's operands. It is timed by one program of at least `CALLS`
-calls, each of which waits for the call before. Successive calls read different copies of the
-operands where these are small, so that no call finds them in a cache.
+A contestant is a function of the case's operands. It is timed by one program of several calls, each
+of which waits for the call before. Successive calls read different copies of the operands where
+these are small, so that no call finds them in a cache.
+
+Several processes may share the work. They compile at the same time and take turns on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import math
@@ -25,11 +29,13 @@ from jax import lax
 
 from symjax_rewrite.errors import KernelError
 
-CALLS = 50  # dependent calls in one program, at least
+CALLS = 50  # dependent calls in one program, at least, where a call is short
+SLOW_CALLS = 2  # the same, where a call takes tens of milliseconds
 UNROLLED = 10  # calls in one step of its loop, at least: a step costs the loop's own counter
 CACHE_BYTES = 1 << 27  # copies of the operands are larger together than the largest L2
 MOST_COPIES = 32
-CASE_S = 20.0  # seconds for the samples of one case
+CASE_S = 8.0  # seconds for the samples of one case
+BROKEN = 3  # the exit status of a process whose device answers no more
 WHEELS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 Contestant = Callable[..., Any]
@@ -44,22 +50,61 @@ class Case:
         facts: what `fit` needs to price it, as JSON.
         operands: `operands(seed)` makes the arrays on the device.
         contestants: by name; all give the same tree of results.
-        reference: gives what `part` cuts from a contestant's results, in f32.
+        reference: gives what `part` cuts from a contestant's results, in f32; or the name of a
+            contestant that the others are compared with.
         part: cuts out the part of the results that `reference` computes.
         flops: multiplications and additions of one call; 0 where bytes matter alone.
         timed: False where only errors are asked.
         limit: the largest error of right values; None where any is recorded.
+        tuned: contestants for which the compiler runs trials: compiled while nothing else runs.
+        slow: contestants of which few calls are chained: one takes tens of milliseconds.
+        calls, unrolled: calls of the timed program and of one step of its loop, at least.
+        most_copies: of the operands.
     """
 
     name: str
     facts: dict[str, Any]
     operands: Callable[[int], list[Any]]
     contestants: dict[str, Contestant]
-    reference: Contestant | None = None
+    reference: Contestant | str | None = None
     part: Callable[[Any], Any] = lambda out: out
     flops: float = 0.0
     timed: bool = True
     limit: float | None = None
+    tuned: frozenset[str] = frozenset()
+    slow: frozenset[str] = frozenset()
+    calls: int = CALLS
+    unrolled: int = UNROLLED
+    most_copies: int = MOST_COPIES
+
+    @property
+    def size(self) -> int:
+        """Bytes of the operands."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.shapes)
+
+    @functools.cached_property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the operands; those that are timed are large, and not made."""
+        made = self.operands(0) if not self.timed else jax.eval_shape(lambda: self.operands(0))
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made]
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """A case that is made when it is run: making it takes time."""
+
+    name: str
+    make: Callable[[], Case]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A case with the programs that are compiled before its turn, or why one is not."""
+
+    case: Case
+    copies: int
+    programs: dict[str, Any]
+    failures: dict[str, dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +112,8 @@ class Run:
     """The setting of a run: the file of records, the deadline, and the size of the cases.
 
     only: a case is run if its name contains this text.
+    share: which of how many parts of the cases this process runs.
+    resume: cases that have a record are not run again.
     """
 
     out: Path
@@ -74,35 +121,70 @@ class Run:
     dry: bool = False
     rounds: int = 5
     only: str = ""
+    share: tuple[int, int] = (0, 1)
+    resume: bool = False
 
-    @property
-    def calls(self) -> int:
-        return 2 if self.dry else CALLS
+    def calls(self, case: Case, name: str) -> int:
+        """Return how many calls of a contestant are chained, at least."""
+        return SLOW_CALLS if self.dry or name in case.slow else case.calls
+
+    def chosen(self, cases: Iterator[Case | Later], path: Path) -> list[Case]:
+        """Return the cases of this process."""
+        done = {r["case"] for r in read_part(path.stem, self.out)} if self.resume else ()
+        named = [c for c in cases if self.only in c.name]
+        (k, of), count = self.share, len(named)
+        mine = [c for c in named[count * k // of : count * (k + 1) // of] if c.name not in done]
+        return [c.make() if isinstance(c, Later) else c for c in mine]
+
+    @contextlib.contextmanager
+    def turn(self, alone: bool = True) -> Iterator[None]:
+        """Have the device alone, or with others that compile."""
+        with (self.out / "turn.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            yield
 
     def is_over(self) -> bool:
         return time.monotonic() > self.ends
 
-    def copies(self, size: int) -> int:
-        """Return how many copies of `size` bytes are rotated."""
-        return 2 if self.dry else min(max(-(-CACHE_BYTES // max(size, 1)), 1), MOST_COPIES)
+    def copies(self, case: Case) -> int:
+        """Return how many copies of the operands are rotated."""
+        if self.dry or not case.timed:
+            return 1 + case.timed
+        return min(max(-(-CACHE_BYTES // max(case.size, 1)), 1), case.most_copies)
 
 
-def run_part(part: str, cases: Iterator[Case], run: Run) -> Path:
-    """Measure the cases of a part in order; append one record after each."""
+def run_part(part: str, cases: Iterator[Case | Later], run: Run, together: bool = False) -> Path:
+    """Measure the cases of a part in order; append one record after each.
+
+    Args:
+        part: names the file of records.
+        cases: all cases; those of `run`'s share are measured.
+        run: the setting.
+        together: compile all cases before the first is timed, while other processes do so too.
+    """
     path = run.out / f"{part}.jsonl"
     run.out.mkdir(parents=True, exist_ok=True)
     where = machine()
-    for case in cases:
-        if run.only not in case.name:
-            continue
+    chosen = run.chosen(cases, path)
+    if together:
+        with run.turn(alone=False):
+            todo = [prepare(case, run) for case in chosen if not run.is_over()]
+    else:
+        todo = chosen
+    for case in todo:
+        made = case if isinstance(case, Prepared) else prepare(case, run)
         if run.is_over():
-            print(f"{part}: the deadline is over before {case.name}", flush=True)
+            print(f"{part}: the deadline is over before {made.case.name}", flush=True)
             break
-        found = measure(case, run)
-        record = {"part": part, "case": case.name, "facts": case.facts, **found, "machine": where}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        print(f"{part}: {case.name}: {summary(found['contestants'])}", flush=True)
+        with run.turn() if made.case.timed else contextlib.nullcontext():
+            found = measure(made, run)
+        about = {"part": part, "case": made.case.name, "facts": made.case.facts}
+        line = json.dumps({**about, **found, "machine": where}, ensure_ascii=False) + "\n"
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+        print(f"{part}: {made.case.name}: {summary(found['contestants'])}", flush=True)
+        if any(_is_broken(record) for record in found["contestants"].values()):
+            raise SystemExit(BROKEN)
     return path
 
 
@@ -126,33 +208,91 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def measure(case: Case, run: Run) -> dict[str, Any]:
-    """Return the record of a case: every contestant's samples and error, or why it has none."""
-    first = case.operands(0)
-    size = sum(x.nbytes for x in first)
-    copies = run.copies(size) if case.timed else 1
-    sets = [first, *(case.operands(seed) for seed in range(1, copies))]
-    told: dict[str, Any] = {"bytes": size, "copies": copies}
+def prepare(case: Case, run: Run) -> Prepared:
+    """Compile the contestants of a case, but those that the compiler tunes on the device."""
+    made = Prepared(case, run.copies(case), {}, {})
+    for name in case.contestants:
+        if name not in case.tuned:
+            _compile(made, name, run)
+    return made
+
+
+def _compile(made: Prepared, name: str, run: Run) -> None:
+    """Compile a contestant of a case, or note why not."""
+    if run.is_over():
+        made.failures[name] = {"not_run": "the deadline was over"}
+        return
+    program, failure = _attempt(_compiled, made, name, run)
+    if failure:
+        made.failures[name] = failure
+    else:
+        made.programs[name] = program
+
+
+def _compiled(made: Prepared, name: str, run: Run) -> tuple[dict, Callable]:
+    """Return what is known of a program before it runs, and the program of sets of operands."""
+    case, fun = made.case, made.case.contestants[name]
+    record: dict[str, Any] = {}
+    if hasattr(fun, "explain"):
+        report = fun.explain(*case.shapes)
+        routes = report.routes
+        record["predicted_s"] = {"written": report.before.seconds, "chosen": report.after.seconds}
+        record["changes"] = sorted({change.name for change in report.changes})
+        record["taken"] = [f"{r.name}: {r.reason}" for r in routes if r.taken]
+        record["not_taken"] = [f"{r.name}: {r.reason}" for r in routes if not r.taken]
+    start = time.monotonic()
+    if case.timed:
+        run_all = functools.partial(chained, fun, run.calls(case, name), unrolled=case.unrolled)
+    else:
+        run_all = lambda sets: (0, [fun(*sets[0])])  # noqa: E731  one call, as a chain's results
+    program = jax.jit(run_all).lower([case.shapes] * made.copies).compile()
+    record["compile_s"] = time.monotonic() - start
+    record["temporaries"] = program.memory_analysis().temp_size_in_bytes
+    return record, program
+
+
+def measure(made: Prepared, run: Run) -> dict[str, Any]:
+    """Return the record of a case: every contestant's samples and error, or why it has none.
+
+    `temporaries` are bytes of the program that was run: of the whole chain where times are taken.
+    """
+    case, copies = made.case, made.copies
+    sets = [case.operands(seed) for seed in range(copies)]
+    for name in case.contestants:
+        if name in case.tuned:
+            _compile(made, name, run)
+    told: dict[str, Any] = {"bytes": case.size, "copies": copies}
     want = None
-    if case.reference is not None:
-        want, failure = _attempt(_reference, case, first)
+    if callable(case.reference):
+        want, failure = _attempt(_reference, case, sets[0])
         told |= {"reference": failure} if failure else {}
+    elif case.reference is not None and case.reference in made.programs:
+        want = _first(made.programs[case.reference][1], sets, case)
     records, calls = {}, {}
-    for name, fun in case.contestants.items():
-        if run.is_over():
-            records[name] = {"not_run": "the deadline was over"}
+    for name in case.contestants:
+        if name in made.failures:
+            records[name] = made.failures[name]
             continue
-        made, failure = _attempt(_prepared, fun, case, sets, want, run)
-        records[name] = failure or made[0]
-        if made is not None and case.timed:
-            calls[name] = made[1]
-    count = call_count(run.calls, copies)
+        if any(_is_broken(record) for record in records.values()):
+            records[name] = {"not_run": "the device failed before"}
+            continue
+        record, program = made.programs[name]
+        error_of, failure = _attempt(_checked, program, sets, want, case)
+        records[name] = failure or record | error_of
+        if not failure and case.timed:
+            calls[name] = functools.partial(program, sets)
     for name, seconds in _samples(calls, run, CASE_S).items():
+        count = call_count(run.calls(case, name), copies, case.unrolled)
         each = [s / count for s in seconds]
-        records[name] |= {"seconds": each, "median_s": statistics.median(each)}
+        records[name] |= {"calls": count, "seconds": each, "median_s": statistics.median(each)}
         if case.flops:
             records[name]["tflops"] = case.flops / statistics.median(each) / 1e12
-    return {**told, "calls": count if case.timed else 1, "contestants": records}
+    return {**told, "contestants": records}
+
+
+def _is_broken(record: dict[str, Any]) -> bool:
+    """Return True if an error leaves the process without its device."""
+    return any(word in record.get("failed", "") for word in ("ILLEGAL", "MISALIGNED", "LAUNCH_FAIL"))
 
 
 def _attempt(fun: Callable, *args: Any) -> tuple[Any, dict[str, str] | None]:
@@ -166,30 +306,26 @@ def _attempt(fun: Callable, *args: Any) -> tuple[Any, dict[str, str] | None]:
 
 
 def _reference(case: Case, operands: list[Any]) -> Any:
-    assert case.reference is not None
+    assert callable(case.reference)
     with jax.default_matmul_precision("highest"):
         return jax.block_until_ready(jax.jit(case.reference)(*operands))
 
 
-def _prepared(
-    fun: Contestant, case: Case, sets: list[list[Any]], want: Any, run: Run
-) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Compile a contestant; return its temporaries and error, and the call that is timed."""
-    single = jax.jit(fun).lower(*sets[0]).compile()
-    record: dict[str, Any] = {"temporaries": single.memory_analysis().temp_size_in_bytes}
-    if hasattr(fun, "explain"):
-        routes = fun.explain(*sets[0]).routes
-        record["taken"] = [f"{r.name}: {r.reason}" for r in routes if r.taken]
-        record["not_taken"] = [f"{r.name}: {r.reason}" for r in routes if not r.taken]
-    if want is not None:
-        record["error"] = float(error(case.part(single(*sets[0])), want))
-        if case.limit is not None:
-            record["right"] = record["error"] <= case.limit  # False for a NaN
-    if not case.timed:
-        return record, lambda: None
-    chain = jax.jit(functools.partial(chained, fun, run.calls)).lower(sets).compile()
-    jax.block_until_ready(chain(sets))
-    return record, lambda: chain(sets)
+def _first(program: Callable, sets: list[list[Any]], case: Case) -> Any:
+    """Return the results of the call on the first set, as the reference has them."""
+    _, made = program(sets)
+    return jax.block_until_ready(case.part(made[0]))
+
+
+def _checked(program: Callable, sets: list[list[Any]], want: Any, case: Case) -> dict[str, Any]:
+    """Run a program once; return the error of its results."""
+    got = _first(program, sets, case)
+    if want is None:
+        return {}
+    found: dict[str, Any] = {"error": float(error(got, want))}
+    if case.limit is not None:
+        found["right"] = found["error"] <= case.limit  # False for a NaN
+    return found
 
 
 @jax.jit
@@ -208,14 +344,16 @@ def error(got: Any, want: Any) -> Any:
     return worst
 
 
-def chained(fun: Contestant, calls: int, sets: list[list[Any]]) -> Any:
-    """Run dependent calls over the sets in turn: `call_count(calls, len(sets))` of them.
+def chained(
+    fun: Contestant, calls: int, sets: list[list[Any]], unrolled: int = UNROLLED
+) -> Any:
+    """Run dependent calls over the sets in turn: `call_count` of them, `unrolled` or more a step.
 
     A barrier makes the operands of a call wait for the results of the call before, and those of the
     first call of a step for the step's number. It costs no kernel. The results of all calls of a
     step are carried, since the compiler drops calls whose results nothing needs.
     """
-    loops, repeats = _loops(calls, len(sets))
+    loops, repeats = _loops(calls, len(sets), unrolled)
     first = fun(*sets[0])
 
     def body(_: Any, carried: Any) -> Any:
@@ -234,14 +372,14 @@ def chained(fun: Contestant, calls: int, sets: list[list[Any]]) -> Any:
     return lax.fori_loop(0, loops, body, start)
 
 
-def call_count(calls: int, copies: int) -> int:
+def call_count(calls: int, copies: int, unrolled: int = UNROLLED) -> int:
     """Return the calls that `chained` makes: at least `calls`."""
-    loops, repeats = _loops(calls, copies)
+    loops, repeats = _loops(calls, copies, unrolled)
     return 1 + loops * repeats * copies
 
 
-def _loops(calls: int, copies: int) -> tuple[int, int]:
-    repeats = -(-min(UNROLLED, calls) // copies)
+def _loops(calls: int, copies: int, unrolled: int = UNROLLED) -> tuple[int, int]:
+    repeats = -(-min(unrolled, calls) // copies)
     return -(-calls // (repeats * copies)), repeats
 
 

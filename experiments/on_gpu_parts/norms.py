@@ -27,6 +27,9 @@ ROWS, OUTPUTS = (1, 16, 64, 256, 4096), (1024, 4096, 14336)
 MOST_ROWS, MOST_OUTPUTS = 4096, 14336  # of a row of the table without limits
 # Layers of which the weights of one element, times their number, have these bytes.
 LAYERS = {2: {}, 4: {"gated": True}, 8: {"gain": True}, 64: {"gain": True, "gated": True}}
+TUNED = frozenset({"xla", "auto"})
+LONG = 1 << 25  # elements: a copy of more takes long
+MANY = 16  # calls, where one takes long
 COPIED = (1 << 10, 1 << 24, 1 << 26, 1 << 28)  # elements, bf16
 PRODUCTS = {"bfloat16": 8192, "float32": 4096}
 LEAST = NormBlocks(16, 16, 32, 2, 1)
@@ -88,6 +91,7 @@ def case(a: NormLinear, limits: dict[str, int] | None, dry: bool) -> measuring.C
         lambda *args: written(a)(*(x.astype(jnp.float32) for x in (args[0][:256], *args[1:]))),
         lambda out: out[:256],
         spec.flops,
+        tuned=TUNED,
     )
 
 
@@ -151,6 +155,7 @@ def rate_cases(dry: bool) -> Iterator[measuring.Case]:
             {"kind": "copy", "bytes": 4 * count, "contestant": "xla"},
             lambda seed, count=count: measuring.draw([((count,), "bfloat16")], seed),
             {"xla": lambda x: x + 1},
+            calls=MANY if count > LONG else measuring.CALLS,
         )
     for dtype, side in PRODUCTS.items():
         side = 64 if dry else side
@@ -160,4 +165,7 @@ def rate_cases(dry: bool) -> Iterator[measuring.Case]:
             lambda seed, n=side, t=dtype: measuring.draw([((n, n), t)] * 2, seed),
             {"xla": jnp.matmul},
             flops=2.0 * side**3,
+            tuned=TUNED,
+            calls=MANY,
+            unrolled=2,
         )

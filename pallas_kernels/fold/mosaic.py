@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from symjax_rewrite import jax_kernels
 from symjax_rewrite.pallas_kernels.backend import (
@@ -230,15 +229,15 @@ def fold_mosaic(
     given = [s.stored(a, x) for s, a, x in zip(kernel.operands, axes, operands, strict=True)]
     out_type = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernel.results]
     work = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
-    out = plgpu.kernel(
+    out = jax_kernels.mosaic_kernel(
         kernel.run,
+        cost_estimate(work, given, out_type),
         out_type=out_type,
         scratch_types=kernel.scratch,
         grid=(kernel.programs,),
         grid_names=(PROGRAM,),
         num_threads=blocks.groups + 1,
         thread_name=GROUP,
-        cost_estimate=cost_estimate(work, given, out_type),
         interpret=interpret,
         kernel_name="fold",
     )(*given)
