@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, Reason, gpu_at_hand, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of, weights_of
+from symjax_rewrite.pallas_kernels.fold.tile_facts import values_per_pair
 from symjax_rewrite.pallas_kernels.fold.tiling import (
     WIDE,
     TritonBlocks,
@@ -30,6 +31,10 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 
 ALIGNMENT = 1024  # bytes lost between buffers, at most
+WARP = 32  # threads
+# Of the 255 registers of a thread, those for tiles and sums: with more, programs of `Sums` over
+# tiles of some forty operations spill to memory, and took 14 times the predicted time on an H200.
+MOST_REGISTERS = 200
 SWIZZLED = 128  # bytes of a row of a tile in shared memory, at least
 
 
@@ -76,6 +81,19 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
         brief.append(tile_bytes)
     stored = [4 * blocks.rows * width(k) for k, _ in products]
     return max([total + max(brief) + ALIGNMENT, *stored])
+
+
+def fold_registers(spec: FoldSpec, blocks: TritonBlocks) -> float:
+    """Return about how many registers of a thread hold tiles and sums of a fold's kernel.
+
+    Matmuls on Hopper give each warp 16 rows of a tile, so that more warps hold the same again.
+    """
+    matmuls = spec.contractions or _products(spec)
+    warps = min(blocks.warps, max(blocks.rows // LEAST_SIDE, 1)) if matmuls else blocks.warps
+    widths = (blocks.features or power_of_two(spec.width(k), LEAST_SIDE) for k in weights_of(spec))
+    summed = sum(widths)
+    tiles = values_per_pair(spec) * blocks.cols
+    return blocks.rows * (tiles + summed) / (WARP * warps)
 
 
 def _stays_in_registers(blocks: TritonBlocks, features: int, gpu: Gpu) -> bool:
@@ -141,6 +159,10 @@ def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
     gpu = gpu_at_hand()
     cuts = _smaller(triton_blocks(spec, gpu), _FOLD_STEPS)
     found = _first_fitting(cuts, lambda b: fold_bytes(spec, b, gpu), gpu)
+    if not isinstance(found, Reason):
+        smaller = _smaller(found, (("cols", LEAST_SIDE), ("rows", LEAST_SIDE)))
+        held = ((fold_registers(spec, b), b) for b in smaller)
+        found = next((b for n, b in held if n <= MOST_REGISTERS), found)
     return found if isinstance(found, Reason) else with_splits(spec, found, gpu.multiprocessors)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from on_gpu_parts import attention, measuring
+from on_gpu_parts import attention, measuring, scans
 from on_gpu_parts.attention import KINDS as ATTENTIONS
 
 from symjax_rewrite.cost.device_profiles import (
@@ -29,7 +29,7 @@ from symjax_rewrite.cost.device_profiles import (
 from symjax_rewrite.cost.profile_paths import has, value_of, with_value
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
-from symjax_rewrite.pallas_kernels.backend import planning_for
+from symjax_rewrite.pallas_kernels.backend import accepted, planning_for
 from symjax_rewrite.pallas_kernels.fold.attention import forward as attention_spec
 from symjax_rewrite.pallas_kernels.fold.cost import RATES
 from symjax_rewrite.pallas_kernels.norm.cost import FIGURES
@@ -41,6 +41,8 @@ from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.scan.scan import seconds_by_backend as scan_seconds
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as scan_spec
+from symjax_rewrite.pallas_kernels.scan.triton import triton_cut
+from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 
 PARTS = ("norms", "attention", "scans")
 SPAN, POINTS, ZOOMS = 64.0, 33, 4  # a search over [value / SPAN, value · SPAN], then ever nearer
@@ -69,6 +71,7 @@ class Field:
     kinds: tuple[str, ...]
 
 
+ONE_PASS = ("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s")
 # In order: each fit takes the fields before it as given, those of one row are fitted together.
 ORDER = (
     (Field("launch_s", ("copy",)), Field("bytes_per_s", ("copy",))),
@@ -77,7 +80,7 @@ ORDER = (
     tuple(Field(path, ("norm",)) for path in FIGURES if path.startswith("norms.")),
     *((Field(f"folds.{figure}", (ATTENTIONS[name],)),) for name, figure in RATES.items()),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
-    (Field("scans.one_pass_instructions", ("one-pass scan",)),),
+    tuple(Field(path, ("one-pass scan",)) for path in ONE_PASS),
 )
 # The share of the datasheet that the profiles of GPUs assume for a field.
 DATASHEET_SHARES = {
@@ -121,7 +124,7 @@ def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
     """Yield the measured cases that a model predicts.
 
     `contestant` of a record's facts is the one of its kind, `others` are those of further kinds.
-    The `forms` of a norm's kernel are contestants of its kind, with their block sizes.
+    Of a norm's kernel these are its fastest blocks, which the table has, and the other `forms`.
     """
     for record in records:
         facts = record["facts"]
@@ -129,11 +132,31 @@ def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
         seen = [(facts.get("contestant"), {"kind": kind})]
         seen += [(one, {"kind": name}) for name, one in facts.get("others", {}).items()]
         if "forms" in facts:
-            seen = [(one, {"kind": kind, "cut": cut}) for one, cut in facts["forms"].items()]
+            cuts = {**dict([fastest(record)]), **dict(list(facts["forms"].items())[1:])}
+            seen = [(one, {"kind": kind, "cut": cut}) for one, cut in cuts.items()]
         for one, about in seen:
-            found = record["contestants"].get(one, {})
+            found = record["contestants"].get(_as_now(one, facts), {})
             if "median_s" in found:
-                yield Observation(record["case"], {**facts, **about}, found["median_s"])
+                seconds = found["median_s"]
+                if kind == "copy":
+                    seconds *= found["calls"] / (found["calls"] + carried(record["copies"]))
+                yield Observation(record["case"], {**facts, **about}, seconds)
+
+
+def carried(copies: int) -> int:
+    """Return the results that a chain carries: each is copied once, before its loop."""
+    return copies * -(-measuring.UNROLLED // copies)
+
+
+def _as_now(contestant: str | None, facts: dict[str, Any]) -> str | None:
+    """Return the contestant with the blocks that a table has now, which it may not have had."""
+    with planning_for(DEVICES["h200"]):
+        if contestant == attention.TABLE and facts["kind"] == ATTENTIONS["triton"]:
+            spec = attention_spec(attention.Shape(**facts["shape"]).attention)
+            return attention.block_name(accepted(fold_cut(spec)))
+        if contestant == scans.TABLE and facts["kind"] == "scan":
+            return scans.tiling_name(triton_cut(scan_spec(SelectiveScan(**facts["scan"]))))
+    return contestant
 
 
 def predicted(device: Device, one: Observation) -> float:
@@ -295,10 +318,15 @@ def best_norm_blocks(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         facts = record["facts"]
         if not facts.get("limits"):
             continue
-        found = record["contestants"]
-        timed = {n: found[n]["median_s"] for n in facts["blocks"] if "median_s" in found.get(n, {})}
-        if timed:
-            name = min(timed, key=lambda n: timed[n])
-            blocks = facts["blocks"][name]
-            rows.append({"measured_s": timed[name], "limits": facts["limits"], "blocks": blocks})
+        name, blocks = fastest(record)
+        if "median_s" in record["contestants"][name]:
+            seconds = record["contestants"][name]["median_s"]
+            rows.append({"measured_s": seconds, "limits": facts["limits"], "blocks": blocks})
     return rows
+
+
+def fastest(record: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    """Return the contestant and the block sizes of a norm's kernel that took least time."""
+    found, blocks = record["contestants"], record["facts"]["blocks"]
+    name = min(blocks, key=lambda n: found.get(n, {}).get("median_s", math.inf))
+    return name, blocks[name]

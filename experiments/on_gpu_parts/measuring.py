@@ -292,7 +292,9 @@ def measure(made: Prepared, run: Run) -> dict[str, Any]:
 
 def _is_broken(record: dict[str, Any]) -> bool:
     """Return True if an error leaves the process without its device."""
-    return any(word in record.get("failed", "") for word in ("ILLEGAL", "MISALIGNED", "LAUNCH_FAIL"))
+    return any(
+        word in record.get("failed", "") for word in ("ILLEGAL", "MISALIGNED", "LAUNCH_FAIL")
+    )
 
 
 def _attempt(fun: Callable, *args: Any) -> tuple[Any, dict[str, str] | None]:
@@ -344,9 +346,7 @@ def error(got: Any, want: Any) -> Any:
     return worst
 
 
-def chained(
-    fun: Contestant, calls: int, sets: list[list[Any]], unrolled: int = UNROLLED
-) -> Any:
+def chained(fun: Contestant, calls: int, sets: list[list[Any]], unrolled: int = UNROLLED) -> Any:
     """Run dependent calls over the sets in turn: `call_count` of them, `unrolled` or more a step.
 
     A barrier makes the operands of a call wait for the results of the call before, and those of the

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -31,6 +32,13 @@ RATES = {  # of the products of each CUDA backend, among the figures of folds
 def rate(backend: str, device: Device) -> float:
     """Return the share of the rate of a library's products that a backend reaches."""
     return getattr(device.folds, RATES[backend])
+
+
+def steps_per_s(spec: FoldSpec, device: Device) -> float:
+    """Return the rate of elementwise steps in a kernel of a fold."""
+    folds, multiplied = device.folds, {*spec.contracted, *weights_of(spec)}
+    widest = max((jnp.dtype(spec.operands[k].dtype).itemsize for k in multiplied), default=4)
+    return folds.fused_steps_per_s * (1.0 if widest < 4 else folds.single_steps)
 
 
 def by_rate(device: Device) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, too_large
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
@@ -45,6 +46,33 @@ def operand_tile(spec: FoldSpec, number: int) -> jax.ShapeDtypeStruct:
     lead = [LEAST_SIDE if a in axes else 1 for a in (spec.row, spec.col)]
     features = [spec.size[a] for a in spec.features(number)]
     return jax.ShapeDtypeStruct([*lead, *features], dtype)
+
+
+@lru_cache(maxsize=256)
+def values_per_pair(spec: FoldSpec) -> int:
+    """Return how many values of a pair the tile program holds at once, at most.
+
+    Products and operands over pairs are among them; conditions are not, which are single bits. A
+    program over tiles holds an intermediate of all pairs of its tile before the next operation.
+    """
+    fun, given = programs_of(spec)[0]
+    closed = jax_internals.without_dead(jax.make_jaxpr(for_triton(fun))(*given))
+
+    def counts(v: Any) -> bool:
+        return v in last and v.aval.shape == (LEAST_SIDE, LEAST_SIDE) and v.aval.dtype != bool
+
+    last: dict[Any, int] = {}
+    for place, eqn in enumerate(closed.jaxpr.eqns):
+        last |= {v: place for v in eqn.invars if not jax_internals.is_literal(v)}
+    kept = [v for v in closed.jaxpr.outvars if not jax_internals.is_literal(v)]
+    last |= dict.fromkeys(kept, len(closed.jaxpr.eqns))
+    held = {v for v in closed.jaxpr.invars if counts(v)}
+    most = len(held)
+    for place, eqn in enumerate(closed.jaxpr.eqns):
+        held |= {v for v in eqn.outvars if counts(v)}
+        most = max(most, len(held))
+        held = {v for v in held if last[v] > place}
+    return most
 
 
 @lru_cache(maxsize=256)

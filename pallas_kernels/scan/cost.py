@@ -146,8 +146,9 @@ def seconds_by_kernel(
 
 def seconds_in_one_pass(spec: ScanSpec, device: Device, programs: int) -> float:
     """Predict the seconds of a scan as one kernel with a tree along time; `programs` at once."""
-    busy = _seconds_busy(spec, device, programs, device.scans.one_pass_instructions)
-    return max(busy) + device.launch_s
+    scans = device.scans
+    busy = _seconds_busy(spec, device, programs, scans.one_pass_instructions)
+    return max(*busy, spec.length * scans.one_pass_step_s) + scans.one_pass_s + device.launch_s
 
 
 def _seconds_busy(

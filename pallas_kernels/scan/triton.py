@@ -96,14 +96,18 @@ def unlowered(spec: ScanSpec) -> tuple[str, ...]:
 
 
 def triton_cut(spec: ScanSpec) -> ScanTiling:
-    """Return the tiling of a scan, with chunks where lanes alone leave most of the device idle."""
+    """Return the tiling of a scan, with chunks where lanes alone leave most of the device idle.
+
+    Chunks take two kernels, each of which computes all coefficients: of a selective scan that has
+    half of the programs that fill an H200 they took 1.46 times as long as one kernel.
+    """
     sweep = Sweep.of(spec, ScanTiling(1))
     lanes = spec.size[sweep.lane] if sweep.lane else 1
     rows = min(max(TILE // sweep.summed_size, 1), power_of_two(lanes))
     programs = math.prod(spec.size[a] for a in sweep.outer) * pl.cdiv(lanes, rows)
     wanted = pl.cdiv(8 * gpu_at_hand().multiprocessors, programs)
     chunks = 1
-    while chunks < wanted and spec.length // (2 * chunks) >= 64 and chunks < 64:
+    while 2 < wanted > chunks and spec.length // (2 * chunks) >= 64 and chunks < 64:
         chunks *= 2
     return ScanTiling(rows, chunks)
 

@@ -217,35 +217,35 @@ SHARED_BYTES = {
 }  # fmt: skip
 LEAST_SHARED_BYTES = 101_376
 OLDEST_GPU = 8.0  # compute capability that Pallas-Triton compiles for
-# Reached on an H200: 790 of 989 TFLOP/s by a bfloat16 product, 4.3 of 4.8 TB/s by a copy. Other
-# GPUs are assumed to reach the same shares.
-PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
+# Reached by JAX's programs on an H200 (`experiments/on_gpu`): 700 of 989 TFLOP/s by a product in
+# bfloat16, 323 of 494 in TF32, 3.5 of 4.8 TB/s by elementwise work. Other GPUs are assumed to reach
+# the same shares.
+PRODUCT_SHARE, TF32_SHARE, COPY_SHARE = 700 / 989, 323 / 494, 3.53 / 4.8
 # Of the rate of a library's products, by the products of attention in Triton beside its elementwise
-# work: from 344 TFLOP/s published of an H100 (causal, d = 128, T = 4096), whose matmuls a kernel
-# must start ahead; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
+# work: on an H200; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
 # fast as Triton), whose matmuls need no such care.
-FOLD_SHARE, OLDER_FOLD_SHARE = 0.545, 0.89
-# The same of cuDNN, whose elementwise work runs beside its products: 595 TFLOP/s published at that
-# shape, and 230 on an A100. JAX's own kernel by Mosaic has 568 published.
-LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 1.15, 1.45, 1.07
-# A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
-# `python -m symjax_rewrite calibrate` measures it.
+FOLD_SHARE, OLDER_FOLD_SHARE = 0.66, 0.89
+# The same of cuDNN, on an H200, and from 230 TFLOP/s published on an A100; and of Mosaic.
+LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.92, 1.45, 0.81
+ON_H200 = (
+    *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32"),
+    *("folds.kernel_share", "folds.library_share", "folds.mosaic_share"),
+    *("folds.single_steps", "folds.kernel_s"),
+    *("norms.kernel_share", "norms.scaled_share", "norms.drawn"),
+    *("scans.kernel_instructions", "scans.step_latency_s"),
+    *("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s"),
+)
+# What stands in no datasheet was measured on an H200 (`experiments/on_gpu`), and is an estimate for
+# other GPUs until `python -m symjax_rewrite calibrate` measures it there.
 GPU_SOURCES = {
     "flops_per_s": f"{DATASHEET}, times the share that products reached on an H200",
-    "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
-    "launch_s": "estimate",
-    "folds.kernel_share": "published, of an H100 and an A100",
-    "folds.library_share": "published, of an H100 and an A100",
-    "folds.mosaic_share": "estimate",
+    "bytes_per_s": f"{DATASHEET}, times the share that elementwise work reached on an H200",
+    "folds.kernel_share": "published, of an A100",
+    "folds.library_share": "published, of an A100",
     "folds.block_s": "estimate",
-    "norms.kernel_share": "estimate",
-    "norms.scaled_share": "estimate",
-    "norms.drawn": "estimate",
-    "scans.kernel_instructions": "estimate",
-    "scans.one_pass_instructions": "estimate",
-    "scans.step_latency_s": "estimate",
 }
-H200_SOURCES = {"flops_per_s.bfloat16": "measured", "bytes_per_s": "measured"}
+GPU_SOURCES |= {path: "estimate, from an H200" for path in ON_H200 if path not in GPU_SOURCES}
+H200_SOURCES = dict.fromkeys(ON_H200, "measured")
 
 
 def _gpu(
@@ -263,16 +263,18 @@ def _gpu(
     peaks = {"bfloat16": half, "float16": half, "float32": single, "default": single / 2}
     peaks |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), fp8 or half)
     if tf32:
-        peaks["tf32"] = tf32
+        peaks["tf32"] = TF32_SHARE / PRODUCT_SHARE * tf32
     steps = single * 1e12 / 2
     return Device(
         name,
         {dtype: PRODUCT_SHARE * peak * 1e12 for dtype, peak in peaks.items()},
         elementwise_per_s=steps,
         bytes_per_s=COPY_SHARE * gb_per_s * 1e9,
-        launch_s=3e-6,
+        launch_s=3.4e-6,
         folds=FoldFacts(
             fused_steps_per_s=steps,
+            single_steps=0.125,
+            kernel_s=6e-6,
             kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
             library_share=LIBRARY_SHARE if capability >= 9 else OLDER_LIBRARY_SHARE,
             mosaic_share=MOSAIC_SHARE,
@@ -284,6 +286,9 @@ def _gpu(
         capability=capability,
         multiprocessors=multiprocessors,
         memory_bytes=gib * 2.0**30,
+        norms=NormFacts(kernel_share=0.25, scaled_share=0.057, drawn=0.32),
+        # Small programs of several kernels are priced up to twice too high on an H200.
+        margins=Margins(fold=1.6),
         provenance=GPU_SOURCES | (H200_SOURCES if name == "h200" else {}),
     )
 

@@ -23,7 +23,8 @@ LAWS = "experiments/performance_fuzz/laws.py"
 RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
 ELEMENTWISE = "symjax_rewrite/calibration/elementwise.py"
-ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
+ON_GPU = "experiments/on_gpu"  # its fit
+PROGRAMS = "experiments/on_gpu, part programs"
 
 # Elementwise functions by the field of `FunctionSteps` that prices them; others are one step.
 FUNCTIONS = {
@@ -255,6 +256,11 @@ class FoldFacts:
         "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
         "elementwise steps", ON_GPU, 1.0,
     )  # fmt: skip
+    single_steps: float = quantity(
+        "1", "of the rate of steps in a loop: in a fold's kernel without products of halves",
+        PROGRAMS, 1.0,
+    )  # fmt: skip
+    kernel_s: float = quantity("s", "of a fold's kernel, beside its launch", PROGRAMS, 0.0)
     library_share: float = quantity("1", "the same of cuDNN's attention", ON_GPU, 1.0)
     mosaic_share: float = quantity(
         "1", "the same of the kernel by Mosaic; `auto` takes that kernel where this is measured",
@@ -388,17 +394,19 @@ class ScanFacts:
     chunks: ChunkedMatrices | None = quantity("group", "loops of matrix states", FACT, None)
     kernel_instructions: float = quantity(
         "1", "instructions of each GPU kernel of a scan for an elementwise step: 0.93 in SASS of a "
-        "selective scan, at an assumed 0.6 of the rate of the datasheet",
-        ON_GPU, 1.55,
+        "selective scan, at a part of the rate of the datasheet",
+        ON_GPU, 2.0,
     )  # fmt: skip
     one_pass_instructions: float = quantity(
-        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS, at 0.6; "
-        "`auto` takes that kernel where this is measured",
-        ON_GPU, 2.27,
+        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS; `auto` takes "
+        "that kernel where this is measured",
+        ON_GPU, 1.74,
     )  # fmt: skip
     step_latency_s: float = quantity(
-        "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", ON_GPU, 5e-8
+        "s", "a step of a GPU kernel that waits for the step before", ON_GPU, 2.2e-7
     )
+    one_pass_step_s: float = quantity("s", "the same of the one kernel", ON_GPU, 5.1e-8)
+    one_pass_s: float = quantity("s", "of the one kernel, beside its launch", ON_GPU, 2e-5)
     remakes_states: bool = fact("reverse mode in blocks is faster than a loop", False)
     least_remade_bytes: float = quantity("bytes", "states of fewer are kept", JUDGED, 1 << 21)
     growth: float = quantity("1", "largest results of a kernel, per input byte", JUDGED, 2)

@@ -238,18 +238,19 @@ def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> floa
     visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
     steps = _steps(route, spec, xla_blocks(spec), device)
     busy = _product_seconds(spec, device, visited) / fold_cost.rate(backend, device)
-    busy += visited * steps / device.folds.fused_steps_per_s
+    busy += visited * steps / fold_cost.steps_per_s(spec, device)
     busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
     columns = int(columns_visited(spec, cut.rows, cut.cols).max(initial=0))
     share = min(cut.rows, spec.rows) * columns / max(visited, 1)
     longest = device.multiprocessors * share * busy
-    whole = max(busy, longest) + device.launch_s
+    fixed = device.launch_s + device.folds.kernel_s
+    whole = max(busy, longest) + fixed
     most = min(spec.cols / cut.cols, MOST_SPLITS)
     if cut.features or longest <= busy or most <= 1:
         return whole
     splits = min(longest / busy, most)
     states = 2 * splits * fold_cost.state_bytes(spec) / device.bytes_per_s
-    return min(whole, max(busy, longest / most) + states + 2 * device.launch_s)
+    return min(whole, max(busy, longest / most) + states + fixed + device.launch_s)
 
 
 def _copy_seconds(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
