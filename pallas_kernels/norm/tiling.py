@@ -1,7 +1,7 @@
 """Block sizes of the Triton kernel: a table per device (may import spec.py).
 
-`experiments/on_gpu.py` measures the blocks (part `norms`), and `fit` gives rows of the table. Rows
-without a measurement have `measured_s` null.
+`experiments/on_gpu/measure.py` measures the blocks (part `norms`), and `fit` gives rows of the
+table. Rows without a measurement have `measured_s` null.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from on_gpu_parts import measuring
+from on_gpu import measuring
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.backend import accepted
@@ -116,8 +116,8 @@ def block_name(b: NormBlocks) -> str:
     return f"triton {b.rows}x{b.outputs}x{b.step} w{b.warps} s{b.stages}{form}"
 
 
-def kernel(a: NormLinear, blocks: NormBlocks | None, dry: bool) -> Callable:
-    """The package's kernel; blocks: None for those that it chooses."""
+def kernel(a: NormLinear, blocks: NormBlocks, dry: bool) -> Callable:
+    """The package's kernel with blocks."""
     spec = forward(a)
     if dry:
         return functools.partial(norm_linear, spec, backend="xla")

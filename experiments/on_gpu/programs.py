@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from on_gpu_parts import measuring
+from on_gpu import measuring
 from performance_fuzz import generator
 
 from symjax_rewrite import sym_optimize

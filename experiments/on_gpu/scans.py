@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import spellings
-from on_gpu_parts import measuring
+from on_gpu import measuring
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.scan.scan import scan

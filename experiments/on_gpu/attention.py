@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from on_gpu_parts import measuring
+from on_gpu import measuring
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
@@ -141,7 +141,7 @@ def contestants(shape: Shape, dry: bool) -> dict[str, Callable]:
     """Every way to compute the shape."""
     out = {} if shape.keys > LONGEST else {"xla": plain(shape)}
     out |= {
-        "cudnn": library(shape, "cudnn"),
+        "cudnn": library(shape),
         "auto": sym_optimize(plain(shape)),
         "auto, triton": sym_optimize(plain(shape), kernels="xla" if dry else "triton"),
         TABLE: ours(shape, None, dry),
@@ -194,8 +194,8 @@ def plain(shape: Shape) -> Callable:
     return written
 
 
-def library(shape: Shape, implementation: str) -> Callable:
-    """`jax.nn.dot_product_attention`, by XLA or cuDNN."""
+def library(shape: Shape) -> Callable:
+    """`jax.nn.dot_product_attention` by cuDNN."""
     window = (shape.window - 1, 0) if shape.window else None
 
     def call(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
@@ -206,7 +206,7 @@ def library(shape: Shape, implementation: str) -> Callable:
             bias=None if bias is None else bias[None],
             is_causal=shape.causal and shape.queries > 1,
             local_window_size=window,
-            implementation=implementation,  # pyright: ignore[reportArgumentType]
+            implementation="cudnn",
         )
 
     return call
@@ -303,7 +303,7 @@ def backward_contestants(shape: Shape, dry: bool) -> dict[str, Callable]:
     named = "xla" if dry else "triton"
     out = {} if shape.keys > LONGEST else {"xla": gradient(plain(shape))}
     out |= {
-        "cudnn": gradient(library(shape, "cudnn")),
+        "cudnn": gradient(library(shape)),
         "auto": sym_optimize(gradient(plain(shape))),
         "auto outside": gradient(sym_optimize(plain(shape))),
         "auto, triton": sym_optimize(gradient(plain(shape)), kernels=named),

@@ -1,31 +1,35 @@
-"""Measure on a GPU, part by part, and fit the fields of a device profile to the results.
+"""Measure on a GPU, part by part; make tables, and fields of a device profile, of the results.
 
-    python experiments/on_gpu.py PART... --out DIR [--workers N] [--deadline S] [--only TEXT]
-    python experiments/on_gpu.py fit --out DIR [--profile h200]
+    python experiments/on_gpu/measure.py PART... --out DIR [--workers N] [--deadline S]
+    python experiments/on_gpu/measure.py report --out DIR
+    python experiments/on_gpu/measure.py fit --out DIR [--profile h200]
 
-PART is one of `correct`, `attention`, `backward`, `norms`, `scans`, `programs` (in this order of
-worth), and `fit`. A part appends a line of JSON to DIR/PART.jsonl after every case, with device,
-versions and date. A contestant that fails is recorded with its error, and the part goes on. `fit`
-reads what is there, prints residuals and writes DIR/fit.json, which names fields of
+PART is one of `correct`, `attention`, `backward`, `norms`, `scans`, `programs`, in this order of
+worth. A part appends a line of JSON to DIR/PART.jsonl after every case, with device, versions and
+date. A contestant that fails is recorded with its error, and the part goes on. `report` writes the
+tables of the README. `fit` prints residuals and writes DIR/fit.json, which names fields of
 `cost/device_profiles.py`. With `--workers`, so many processes compile at the same time; what is
 timed has the device alone.
 
-`--dry-run` needs no GPU: tiny sizes, the `xla` backend in place of kernels.
+`--resume` continues a measurement, `--only TEXT` chooses cases by name. `--dry-run` needs no GPU:
+tiny sizes, the `xla` backend in place of kernels.
 """
 
 import argparse
 import faulthandler
+import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "selective_scan"), str(HERE.parent)]
+HERE = Path(__file__).resolve().parent
+EXPERIMENTS = HERE.parent
+sys.path[:0] = [str(EXPERIMENTS), str(EXPERIMENTS / "selective_scan"), str(EXPERIMENTS.parent)]
 
 import jax
-from on_gpu_parts import attention, correct, fit, measuring, norms, programs, scans
+from on_gpu import attention, correct, fit, measuring, norms, programs, report, scans
 
 PARTS = {
     "correct": correct.cases,
@@ -45,6 +49,10 @@ def main() -> int:
     options = parse()
     if options.part == ["fit"]:
         fit.run(options.out, options.profile)
+        return 0
+    if options.part == ["report"]:
+        cases = {part: list(made(False)) for part, made in PARTS.items()}
+        report.write(options.out, HERE / "README.md", cases)
         return 0
     if options.workers:
         return in_processes(options)
@@ -71,6 +79,7 @@ def main() -> int:
 
 def in_processes(options: argparse.Namespace) -> int:
     """Run the parts in processes, each with some of the cases, the first parts first."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share the memory
     ends = time.monotonic() + options.deadline
     shares = []
     for part in options.part:
@@ -95,7 +104,7 @@ def in_processes(options: argparse.Namespace) -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="+", choices=[*PARTS, "fit"])
+    parser.add_argument("part", nargs="+", choices=[*PARTS, "report", "fit"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--deadline", type=float, default=500.0, help="seconds for the part")
     parser.add_argument("--rounds", type=int, default=5, help="samples of a contestant, at most")

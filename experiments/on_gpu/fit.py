@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from on_gpu_parts import attention, measuring, scans
-from on_gpu_parts.attention import KINDS as ATTENTIONS
+from on_gpu import attention, measuring, scans
+from on_gpu.attention import KINDS as ATTENTIONS
 
 from symjax_rewrite.cost.device_profiles import (
     COPY_SHARE,

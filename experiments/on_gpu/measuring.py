@@ -1,10 +1,7 @@
-"""Measuring on a GPU: chained calls, errors on the device, one record for every case.
+"""Cases and their contestants: compiled, compared with a definition, timed in turn, recorded.
 
-A contestant is a function of the case's operands. It is timed by one program of several calls, each
-of which waits for the call before. Successive calls read different copies of the operands where
-these are small, so that no call finds them in a cache.
-
-Several processes may share the work. They compile at the same time and take turns on the device.
+A contestant is a function of the case's operands, timed by a chain of calls (`chains`). Several
+processes may share the cases. They compile at the same time and take turns on the device.
 """
 
 from __future__ import annotations
@@ -25,13 +22,12 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
-from jax import lax
+from on_gpu import chains
 
 from symjax_rewrite.errors import KernelError
 
 CALLS = 50  # dependent calls in one program, at least, where a call is short
 SLOW_CALLS = 2  # the same, where a call takes tens of milliseconds
-UNROLLED = 10  # calls in one step of its loop, at least: a step costs the loop's own counter
 CACHE_BYTES = 1 << 27  # copies of the operands are larger together than the largest L2
 MOST_COPIES = 32
 CASE_S = 8.0  # seconds for the samples of one case
@@ -74,7 +70,7 @@ class Case:
     tuned: frozenset[str] = frozenset()
     slow: frozenset[str] = frozenset()
     calls: int = CALLS
-    unrolled: int = UNROLLED
+    unrolled: int = chains.UNROLLED
     most_copies: int = MOST_COPIES
 
     @property
@@ -242,7 +238,9 @@ def _compiled(made: Prepared, name: str, run: Run) -> tuple[dict, Callable]:
         record["not_taken"] = [f"{r.name}: {r.reason}" for r in routes if not r.taken]
     start = time.monotonic()
     if case.timed:
-        run_all = functools.partial(chained, fun, run.calls(case, name), unrolled=case.unrolled)
+        run_all = functools.partial(
+            chains.chained, fun, run.calls(case, name), unrolled=case.unrolled
+        )
     else:
         run_all = lambda sets: (0, [fun(*sets[0])])  # noqa: E731  one call, as a chain's results
     program = jax.jit(run_all).lower([case.shapes] * made.copies).compile()
@@ -262,12 +260,8 @@ def measure(made: Prepared, run: Run) -> dict[str, Any]:
         if name in case.tuned:
             _compile(made, name, run)
     told: dict[str, Any] = {"bytes": case.size, "copies": copies}
-    want = None
-    if callable(case.reference):
-        want, failure = _attempt(_reference, case, sets[0])
-        told |= {"reference": failure} if failure else {}
-    elif case.reference is not None and case.reference in made.programs:
-        want = _first(made.programs[case.reference][1], sets, case)
+    want, failure = _attempt(_wanted, made, sets)
+    told |= {"reference": failure} if failure else {}
     records, calls = {}, {}
     for name in case.contestants:
         if name in made.failures:
@@ -281,8 +275,13 @@ def measure(made: Prepared, run: Run) -> dict[str, Any]:
         records[name] = failure or record | error_of
         if not failure and case.timed:
             calls[name] = functools.partial(program, sets)
-    for name, seconds in _samples(calls, run, CASE_S).items():
-        count = call_count(run.calls(case, name), copies, case.unrolled)
+    if any(_is_broken(record) for record in records.values()):
+        calls = {}
+    samples, failure = _attempt(_samples, calls, run, CASE_S)
+    for name in calls if failure else ():
+        records[name] |= failure
+    for name, seconds in (samples or {}).items():
+        count = chains.call_count(run.calls(case, name), copies, case.unrolled)
         each = [s / count for s in seconds]
         records[name] |= {"calls": count, "seconds": each, "median_s": statistics.median(each)}
         if case.flops:
@@ -307,10 +306,14 @@ def _attempt(fun: Callable, *args: Any) -> tuple[Any, dict[str, str] | None]:
         return None, {"failed": f"{type(reason).__name__}: {str(reason)[:500]}"}
 
 
-def _reference(case: Case, operands: list[Any]) -> Any:
-    assert callable(case.reference)
-    with jax.default_matmul_precision("highest"):
-        return jax.block_until_ready(jax.jit(case.reference)(*operands))
+def _wanted(made: Prepared, sets: list[list[Any]]) -> Any:
+    """Return the values of a case's reference; None where it has none, or none that compiled."""
+    reference = made.case.reference
+    if callable(reference):
+        with jax.default_matmul_precision("highest"):
+            return jax.block_until_ready(jax.jit(reference)(*sets[0]))
+    found = made.programs.get(reference or "")
+    return found and _first(found[1], sets, made.case)
 
 
 def _first(program: Callable, sets: list[list[Any]], case: Case) -> Any:
@@ -324,63 +327,10 @@ def _checked(program: Callable, sets: list[list[Any]], want: Any, case: Case) ->
     got = _first(program, sets, case)
     if want is None:
         return {}
-    found: dict[str, Any] = {"error": float(error(got, want))}
+    found: dict[str, Any] = {"error": float(chains.error(got, want))}
     if case.limit is not None:
         found["right"] = found["error"] <= case.limit  # False for a NaN
     return found
-
-
-@jax.jit
-def error(got: Any, want: Any) -> Any:
-    """Return the largest difference over the largest finite value; equal non-finite values are 0.
-
-    A NaN where none is wanted, or none where one is, gives a NaN.
-    """
-    worst = jnp.float32(0)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
-        largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), 0), initial=1e-30)
-        difference = jnp.where(same, 0, jnp.abs(x - y)) / largest
-        worst = jnp.maximum(worst, jnp.max(difference, initial=0))
-    return worst
-
-
-def chained(fun: Contestant, calls: int, sets: list[list[Any]], unrolled: int = UNROLLED) -> Any:
-    """Run dependent calls over the sets in turn: `call_count` of them, `unrolled` or more a step.
-
-    A barrier makes the operands of a call wait for the results of the call before, and those of the
-    first call of a step for the step's number. It costs no kernel. The results of all calls of a
-    step are carried, since the compiler drops calls whose results nothing needs.
-    """
-    loops, repeats = _loops(calls, len(sets), unrolled)
-    first = fun(*sets[0])
-
-    def body(_: Any, carried: Any) -> Any:
-        number, made = carried[0], []
-        for operands in sets * repeats:
-            waited = made[-1] if made else number
-            operands, waited = lax.optimization_barrier((operands, waited))
-            if made:
-                made[-1] = waited
-            else:
-                number = waited
-            made.append(fun(*operands))
-        return number + 1, made
-
-    start = (jnp.int32(0), [first] * (repeats * len(sets)))
-    return lax.fori_loop(0, loops, body, start)
-
-
-def call_count(calls: int, copies: int, unrolled: int = UNROLLED) -> int:
-    """Return the calls that `chained` makes: at least `calls`."""
-    loops, repeats = _loops(calls, copies, unrolled)
-    return 1 + loops * repeats * copies
-
-
-def _loops(calls: int, copies: int, unrolled: int = UNROLLED) -> tuple[int, int]:
-    repeats = -(-min(unrolled, calls) // copies)
-    return -(-calls // (repeats * copies)), repeats
 
 
 def _samples(calls: dict[str, Callable], run: Run, budget_s: float) -> dict[str, list[float]]:
