@@ -286,6 +286,21 @@ def test_gpu_compiler_keeps_every_call_of_a_chain(
     assert body.count(" custom-call(") == inside * copies and " copy(" not in body, body
 
 
+@pytest.mark.lowering
+@pytest.mark.parametrize(("calls", "copies"), [(16, 1), (50, 4)])
+def test_first_copy_of_a_chain_writes_all_that_it_carries(
+    calls: int, copies: int, compile_h200: Any
+) -> None:
+    def run(*flat: Any) -> Any:
+        return chains.chained(plus_one, calls, [[x] for x in flat])
+
+    text = compile_h200(run, *[jax.ShapeDtypeStruct((1 << 20,), jnp.bfloat16)] * copies).as_text()
+    (first,) = (line for line in text[text.index("ENTRY") :].split("\n") if " fusion(" in line)
+    written = first.split(" fusion(")[0].count("bf16[")
+    count = chains.call_count(calls, copies)
+    assert chains.arrays_moved(count, copies) == 1 + written + 2 * (count - 1)
+
+
 def sized_case(size: int, **options: Any) -> Any:
     make = lambda seed: [jnp.zeros(size, jnp.int8)]  # noqa: E731
     return measuring.Case("sized", {"kind": "test"}, make, {"xla": plus_one}, **options)
@@ -325,7 +340,11 @@ def test_error(got: list[float], want: list[float], error: float) -> None:
 
 
 def timed(*seconds: float, **more: Any) -> dict[str, Any]:
-    return {"seconds": [*seconds], "median_s": sorted(seconds)[len(seconds) // 2], **more}
+    return {
+        "seconds": [*seconds],
+        "median_s": sorted(seconds)[len(seconds) // 2],
+        "calls": 9,
+    } | more
 
 
 def write_records(out: Path, part: str, cases: dict[str, Any], kind: str = "test") -> None:
@@ -349,15 +368,17 @@ def test_report_tells_slower_failed_and_missing_cases(tmp_path: Path) -> None:
     found = report.tables(tmp_path, cases)
     table, totals, kinds, failed, missing = found["programs"]
     first, second = table.splitlines()[2:4]
-    assert first.startswith("| faster | 1 s | 1 ms | 0.001 [0.001–0.001] | – | as written |")
+    assert first.startswith("| faster | 9 | 1 s | 1 ms | 0.001 [0.001–0.001] | – | as written |")
     assert second.startswith(
-        "| slower | 1 s | 3 s | 3.00 [2.50–3.50] | 2.0e-03 | fold | 1 ms | – |"
+        "| slower | 9 | 1 s | 3 s | 3.00 [2.50–3.50] | 2.0e-03 | fold | 1 ms | – |"
     )
-    assert "| broken | 1 s | failed | – |" in table and "| late | not measured | 1 s | – |" in table
+    assert "| broken | – | 1 s | failed | – |" in table
+    assert "| late | 9 | not measured | 1 s | – |" in table
     assert totals.startswith("auto / plain: 2 measured, 1 faster") and " 1 slower" in totals
     assert "| fold | 1 | 0 | 1 | 3.00 |" in kinds
     assert failed.splitlines()[0] == "- broken, auto: failed, RuntimeError: no / memory"
     assert missing == "Not measured, 1: left out."
+    assert found["rates"][1] == "The shortest chain: 9 ms, 9 calls of faster, auto."
     assert found["machine"] == ["2026-01-02, NVIDIA X, 3 cores of Y, Python 3.12, jax 1.2."]
 
 

@@ -67,6 +67,20 @@ def call_count(calls: int, copies: int, unrolled: int = UNROLLED) -> int:
     return 1 + loops * repeats * copies
 
 
+def arrays_moved(calls: int, copies: int) -> int:
+    """Return how many arrays a chain of elementwise calls reads and writes.
+
+    Its first call writes the results of a whole step, which the loop carries, in one kernel. The
+    other calls read and write one each.
+
+    Args:
+        calls: as `call_count` tells them.
+        copies: of the operands.
+    """
+    _, repeats = steps_of(calls, copies)
+    return 1 + repeats * copies + 2 * (calls - 1)
+
+
 def steps_of(calls: int, copies: int, unrolled: int = UNROLLED) -> tuple[int, int]:
     """Return the steps of a chain's loop, and how often a step goes through the copies."""
     repeats = -(-min(unrolled, calls) // copies)

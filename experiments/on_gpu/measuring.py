@@ -22,7 +22,7 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
-from on_gpu import chains
+from on_gpu.chains import UNROLLED, call_count, chained, error
 
 from symjax_rewrite.errors import KernelError
 
@@ -70,7 +70,7 @@ class Case:
     tuned: frozenset[str] = frozenset()
     slow: frozenset[str] = frozenset()
     calls: int = CALLS
-    unrolled: int = chains.UNROLLED
+    unrolled: int = UNROLLED
     most_copies: int = MOST_COPIES
 
     @property
@@ -238,9 +238,7 @@ def _compiled(made: Prepared, name: str, run: Run) -> tuple[dict, Callable]:
         record["not_taken"] = [f"{r.name}: {r.reason}" for r in routes if not r.taken]
     start = time.monotonic()
     if case.timed:
-        run_all = functools.partial(
-            chains.chained, fun, run.calls(case, name), unrolled=case.unrolled
-        )
+        run_all = functools.partial(chained, fun, run.calls(case, name), unrolled=case.unrolled)
     else:
         run_all = lambda sets: (0, [fun(*sets[0])])  # noqa: E731  one call, as a chain's results
     program = jax.jit(run_all).lower([case.shapes] * made.copies).compile()
@@ -281,7 +279,7 @@ def measure(made: Prepared, run: Run) -> dict[str, Any]:
     for name in calls if failure else ():
         records[name] |= failure
     for name, seconds in (samples or {}).items():
-        count = chains.call_count(run.calls(case, name), copies, case.unrolled)
+        count = call_count(run.calls(case, name), copies, case.unrolled)
         each = [s / count for s in seconds]
         records[name] |= {"calls": count, "seconds": each, "median_s": statistics.median(each)}
         if case.flops:
@@ -327,7 +325,7 @@ def _checked(program: Callable, sets: list[list[Any]], want: Any, case: Case) ->
     got = _first(program, sets, case)
     if want is None:
         return {}
-    found: dict[str, Any] = {"error": float(chains.error(got, want))}
+    found: dict[str, Any] = {"error": float(error(got, want))}
     if case.limit is not None:
         found["right"] = found["error"] <= case.limit  # False for a NaN
     return found

@@ -9,12 +9,12 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
-from on_gpu import measuring
+from on_gpu import chains, measuring
 from on_gpu.attention import MOSAIC
 from on_gpu.scans import ONE_PASS, TABLE
 
@@ -45,10 +45,11 @@ def write(out: Path, readme: Path, cases: Cases) -> None:
 def tables(out: Path, cases: Cases) -> dict[str, list[str]]:
     """Return paragraphs and tables by the name of their markers."""
     records = {part: measuring.read_part(part, out) for part in cases}
+    everything = [record for some in records.values() for record in some]
     limits = {case.name: case.limit for case in cases.get("correct", ())}
     made = {
-        "machine": [machines(one for some in records.values() for one in some)],
-        "rates": [rates(records.get("norms", []))],
+        "machine": [machines(everything)],
+        "rates": [rates(records.get("norms", [])), *shortest(everything)],
         "correct": correct(records.get("correct", []), limits),
         "attention": attention(records.get("attention", [])),
         "backward": attention(records.get("backward", [])),
@@ -64,7 +65,7 @@ def tables(out: Path, cases: Cases) -> dict[str, list[str]]:
     return made
 
 
-def machines(records: Iterator[Record]) -> str:
+def machines(records: list[Record]) -> str:
     """Return a line on every device and set of versions."""
     seen = {}
     for one in (record["machine"] for record in records):
@@ -76,17 +77,30 @@ def machines(records: Iterator[Record]) -> str:
 
 
 def rates(records: list[Record]) -> str:
-    """Return the rates of copies and products by XLA."""
+    """Return the rates of copies and products by XLA; of copies, by all that the chain moves."""
     rows = []
     for record in sorted(records, key=lambda r: (r["facts"]["kind"], r["bytes"])):
         found, facts = record["contestants"].get("xla", {}), record["facts"]
         if facts["kind"] not in ("copy", "product") or "median_s" not in found:
             continue
-        count, unit = 1e12 * found.get("tflops", 0.0), "FLOP/s"
+        rate = f"{found.get('tflops', 0.0):.0f} TFLOP/s"
         if facts["kind"] == "copy":
-            count, unit = facts["bytes"] / found["median_s"], "B/s"
-        rows.append((record["case"], time_cell(record, "xla"), harness.quantity(count, unit)))
+            arrays = chains.arrays_moved(found["calls"], record["copies"]) / found["calls"]
+            rate = harness.quantity(arrays * record["bytes"] / found["median_s"], "B/s")
+        rows.append((record["case"], time_cell(record, "xla"), rate))
     return harness.markdown_table(("operation", "time", "rate"), rows)
+
+
+def shortest(records: list[Record]) -> list[str]:
+    """Return a line on the shortest chain of all, which shows how much a chain itself costs."""
+    chain_s = [
+        (found["calls"] * found["median_s"], f"{found['calls']} calls of {record['case']}, {name}")
+        for record in records
+        for name, found in record["contestants"].items()
+        if "median_s" in found
+    ]
+    least, calls = min(chain_s, default=(None, ""))
+    return [] if least is None else [f"The shortest chain: {harness.duration(least)}, {calls}."]
 
 
 def correct(records: list[Record], limits: Mapping[str, float | None]) -> list[str]:
@@ -206,6 +220,7 @@ def programs(records: list[Record]) -> list[str]:
         rows.append(
             (
                 " ".join(filter(None, (record["case"], record["facts"].get("family")))),
+                found.get("calls", NONE),
                 time_cell(record, "xla"),
                 time_cell(record, "auto"),
                 ratio_cell(record, "auto", "xla"),
@@ -216,7 +231,7 @@ def programs(records: list[Record]) -> list[str]:
         )
         for name in taken:
             kinds[name].append(record)
-    header = ("program", "plain", "auto", "auto / plain", "error", "taken")
+    header = ("program", "calls", "plain", "auto", "auto / plain", "error", "taken")
     by_kind = [
         (kind, *counts(members, "auto", "xla"))
         for kind, members in sorted(kinds.items(), key=lambda item: -len(item[1]))
