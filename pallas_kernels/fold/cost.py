@@ -34,11 +34,13 @@ def rate(backend: str, device: Device) -> float:
     return getattr(device.folds, RATES[backend])
 
 
-def steps_per_s(spec: FoldSpec, device: Device) -> float:
-    """Return the rate of elementwise steps in a kernel of a fold."""
+def kernel_rates(spec: FoldSpec, backend: str, device: Device) -> tuple[float, float]:
+    """Return the share of the rate of products that a kernel reaches, and its steps a second."""
     folds, multiplied = device.folds, {*spec.contracted, *weights_of(spec)}
     widest = max((jnp.dtype(spec.operands[k].dtype).itemsize for k in multiplied), default=4)
-    return folds.fused_steps_per_s * (1.0 if widest < 4 else folds.single_steps)
+    if widest < 4:
+        return rate(backend, device), folds.fused_steps_per_s
+    return folds.single_share, folds.single_steps * folds.fused_steps_per_s
 
 
 def by_rate(device: Device) -> list[str]:

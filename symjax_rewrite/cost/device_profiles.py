@@ -217,20 +217,20 @@ SHARED_BYTES = {
 }  # fmt: skip
 LEAST_SHARED_BYTES = 101_376
 OLDEST_GPU = 8.0  # compute capability that Pallas-Triton compiles for
-# Reached by JAX's programs on an H200 (`experiments/on_gpu`): 700 of 989 TFLOP/s by a product in
-# bfloat16, 323 of 494 in TF32, 3.5 of 4.8 TB/s by elementwise work. Other GPUs are assumed to reach
+# Reached by JAX's programs on an H200 (`experiments/on_gpu`): 705 of 989 TFLOP/s by a product in
+# bfloat16, 331 of 494 in TF32, 3.1 of 4.8 TB/s by elementwise work. Other GPUs are assumed to reach
 # the same shares.
-PRODUCT_SHARE, TF32_SHARE, COPY_SHARE = 700 / 989, 323 / 494, 3.53 / 4.8
+PRODUCT_SHARE, TF32_SHARE, COPY_SHARE = 705 / 989, 331 / 494, 3.11 / 4.8
 # Of the rate of a library's products, by the products of attention in Triton beside its elementwise
 # work: on an H200; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
 # fast as Triton), whose matmuls need no such care.
-FOLD_SHARE, OLDER_FOLD_SHARE = 0.66, 0.89
+FOLD_SHARE, OLDER_FOLD_SHARE = 0.67, 0.89
 # The same of cuDNN, on an H200, and from 230 TFLOP/s published on an A100; and of Mosaic.
-LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.92, 1.45, 0.81
+LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.93, 1.45, 0.82
 ON_H200 = (
     *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32"),
     *("folds.kernel_share", "folds.library_share", "folds.mosaic_share"),
-    *("folds.single_steps", "folds.kernel_s"),
+    *("folds.single_share", "folds.single_steps", "folds.kernel_s"),
     *("norms.kernel_share", "norms.scaled_share", "norms.drawn"),
     *("scans.kernel_instructions", "scans.step_latency_s"),
     *("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s"),
@@ -270,11 +270,12 @@ def _gpu(
         {dtype: PRODUCT_SHARE * peak * 1e12 for dtype, peak in peaks.items()},
         elementwise_per_s=steps,
         bytes_per_s=COPY_SHARE * gb_per_s * 1e9,
-        launch_s=3.4e-6,
+        launch_s=1.63e-6,
         folds=FoldFacts(
             fused_steps_per_s=steps,
+            single_share=0.1,
             single_steps=0.125,
-            kernel_s=6e-6,
+            kernel_s=4e-6,
             kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
             library_share=LIBRARY_SHARE if capability >= 9 else OLDER_LIBRARY_SHARE,
             mosaic_share=MOSAIC_SHARE,
@@ -286,7 +287,7 @@ def _gpu(
         capability=capability,
         multiprocessors=multiprocessors,
         memory_bytes=gib * 2.0**30,
-        norms=NormFacts(kernel_share=0.25, scaled_share=0.057, drawn=0.32),
+        norms=NormFacts(kernel_share=0.354, scaled_share=0.131, drawn=0.372),
         # Small programs of several kernels are priced up to twice too high on an H200.
         margins=Margins(fold=1.6),
         provenance=GPU_SOURCES | (H200_SOURCES if name == "h200" else {}),

@@ -23,8 +23,8 @@ LAWS = "experiments/performance_fuzz/laws.py"
 RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
 ELEMENTWISE = "symjax_rewrite/calibration/elementwise.py"
-ON_GPU = "experiments/on_gpu"  # its fit
-PROGRAMS = "experiments/on_gpu, part programs"
+ON_GPU = "experiments/on_gpu/fit.py"
+PROGRAMS = "experiments/on_gpu/programs.py"
 
 # Elementwise functions by the field of `FunctionSteps` that prices them; others are one step.
 FUNCTIONS = {
@@ -256,6 +256,7 @@ class FoldFacts:
         "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
         "elementwise steps", ON_GPU, 1.0,
     )  # fmt: skip
+    single_share: float = quantity("1", "the same of products in TF32", PROGRAMS, 1.0)
     single_steps: float = quantity(
         "1", "of the rate of steps in a loop: in a fold's kernel without products of halves",
         PROGRAMS, 1.0,
@@ -398,15 +399,15 @@ class ScanFacts:
         ON_GPU, 2.0,
     )  # fmt: skip
     one_pass_instructions: float = quantity(
-        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS; `auto` takes "
-        "that kernel where this is measured",
+        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS; where this is "
+        "measured, `auto` takes that kernel",
         ON_GPU, 1.74,
     )  # fmt: skip
     step_latency_s: float = quantity(
         "s", "a step of a GPU kernel that waits for the step before", ON_GPU, 2.2e-7
     )
     one_pass_step_s: float = quantity("s", "the same of the one kernel", ON_GPU, 5.1e-8)
-    one_pass_s: float = quantity("s", "of the one kernel, beside its launch", ON_GPU, 2e-5)
+    one_pass_s: float = quantity("s", "of the one kernel, beside its launch", ON_GPU, 1.86e-5)
     remakes_states: bool = fact("reverse mode in blocks is faster than a loop", False)
     least_remade_bytes: float = quantity("bytes", "states of fewer are kept", JUDGED, 1 << 21)
     growth: float = quantity("1", "largest results of a kernel, per input byte", JUDGED, 2)

@@ -237,12 +237,11 @@ def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> floa
     spec, cut, backend = kernel
     visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
     steps = _steps(route, spec, xla_blocks(spec), device)
-    busy = _product_seconds(spec, device, visited) / fold_cost.rate(backend, device)
-    busy += visited * steps / fold_cost.steps_per_s(spec, device)
+    share, steps_per_s = fold_cost.kernel_rates(spec, backend, device)
+    busy = _product_seconds(spec, device, visited) / share + visited * steps / steps_per_s
     busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
     columns = int(columns_visited(spec, cut.rows, cut.cols).max(initial=0))
-    share = min(cut.rows, spec.rows) * columns / max(visited, 1)
-    longest = device.multiprocessors * share * busy
+    longest = min(cut.rows, spec.rows) * columns / max(visited, 1) * device.multiprocessors * busy
     fixed = device.launch_s + device.folds.kernel_s
     whole = max(busy, longest) + fixed
     most = min(spec.cols / cut.cols, MOST_SPLITS)
