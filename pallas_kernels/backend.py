@@ -153,6 +153,11 @@ def gpu_at_hand() -> Gpu:
     return Gpu(*map(min, zip(*limits, strict=True)))
 
 
+def has_gpu() -> bool:
+    """Return True if this process has a GPU, whatever its programs are planned for."""
+    return any(device.platform == "gpu" for device in jax.local_devices())
+
+
 def _may_lower() -> bool:
     """Return True if Pallas lowers kernels here: from JAX 0.11 on for a GPU that it can name."""
     named = _described() is not None or jax.default_backend() == "gpu"

@@ -25,6 +25,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     cost_estimate,
     first_reason,
     gpu_at_hand,
+    has_gpu,
     is_hopper,
     too_large,
 )
@@ -92,7 +93,10 @@ def _supports_sizes(spec: FoldSpec) -> Support:
             "JAX_ENABLE_X64, where Mosaic's pipelines do not trace",
         ),
         (not is_hopper(capability), f"compute capability {capability}, not 9"),
-        (jax_kernels.ptxas_breaks_masks(), "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks"),
+        (
+            has_gpu() and jax_kernels.ptxas_breaks_masks(),
+            "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks",
+        ),
         *limits(spec),
         (not all(isinstance(o, (ExpSums, Sums)) for o in spec.outputs), "outputs other than sums"),
         (not spec.contractions, "no product"),

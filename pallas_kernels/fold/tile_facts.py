@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, too_large
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
@@ -20,6 +21,9 @@ from symjax_rewrite.pallas_kernels.index_bounds import inside_band
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.positive_factors import without_factors
 from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton
+
+ONE_INSTRUCTION = frozenset("sqrt reciprocal div rsqrt exp exp2 log log2".split())  # or about one
+EXPANDED = SLOW_MAPS - ONE_INSTRUCTION
 
 
 def limits(spec: FoldSpec) -> list[tuple[bool, str]]:
@@ -53,7 +57,8 @@ def values_per_pair(spec: FoldSpec) -> int:
     """Return how many values of a pair the tile program holds at once, at most.
 
     Products and operands over pairs are among them; conditions are not, which are single bits. A
-    program over tiles holds an intermediate of all pairs of its tile before the next operation.
+    program over tiles holds an intermediate of all pairs of its tile before the next operation. A
+    function that is several instructions holds one value more.
     """
     fun, given = programs_of(spec)[0]
     closed = jax_internals.without_dead(jax.make_jaxpr(for_triton(fun))(*given))
@@ -70,7 +75,7 @@ def values_per_pair(spec: FoldSpec) -> int:
     most = len(held)
     for place, eqn in enumerate(closed.jaxpr.eqns):
         held |= {v for v in eqn.outvars if counts(v)}
-        most = max(most, len(held))
+        most = max(most, len(held) + (eqn.primitive.name in EXPANDED and counts(eqn.outvars[0])))
         held = {v for v in held if last[v] > place}
     return most
 

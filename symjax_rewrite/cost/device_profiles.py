@@ -3,7 +3,7 @@
 GPU figures are the vendors' datasheets (dense tensor-core peaks), times the share that large
 products and copies reached on an H200. The CPU profile is of two server cores; other CPUs get it
 scaled by their cores (`core_scaling`). Two profiles differ by data: no module outside `cost/` tests
-which device it has. May import `profile_groups`, `core_scaling` and `errors`.
+which device it has. May import `profile_groups`, `profile_fields`, `core_scaling` and `errors`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from typing import Any
 import jax
 
 from symjax_rewrite.cost import core_scaling
-from symjax_rewrite.cost.profile_groups import (
+from symjax_rewrite.cost.profile_fields import (
     DATASHEET,
     FACT,
     NO_SCRIPT,
+    fact,
+    group,
+    quantity,
+)
+from symjax_rewrite.cost.profile_groups import (
     BandedBlocks,
     ChunkedMatrices,
     ColumnReductionFacts,
@@ -39,9 +44,6 @@ from symjax_rewrite.cost.profile_groups import (
     SearchBounds,
     SortFacts,
     StepLoops,
-    fact,
-    group,
-    quantity,
 )
 from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
 from symjax_rewrite.errors import UsageError, choice
@@ -224,13 +226,13 @@ PRODUCT_SHARE, TF32_SHARE, COPY_SHARE = 705 / 989, 331 / 494, 3.11 / 4.8
 # Of the rate of a library's products, by the products of attention in Triton beside its elementwise
 # work: on an H200; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
 # fast as Triton), whose matmuls need no such care.
-FOLD_SHARE, OLDER_FOLD_SHARE = 0.67, 0.89
+FOLD_SHARE, OLDER_FOLD_SHARE = 0.67, 1.0
 # The same of cuDNN, on an H200, and from 230 TFLOP/s published on an A100; and of Mosaic.
-LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.93, 1.45, 0.82
+LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.93, 1.62, 0.82
 ON_H200 = (
     *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32"),
-    *("folds.kernel_share", "folds.library_share", "folds.mosaic_share"),
-    *("folds.single_share", "folds.single_steps", "folds.kernel_s"),
+    *("folds.kernel_share", "folds.library_share"),
+    *("folds.single_share", "folds.single_steps", "folds.kernel_s", "folds.kernel_bytes"),
     *("norms.kernel_share", "norms.scaled_share", "norms.drawn"),
     *("scans.kernel_instructions", "scans.step_latency_s"),
     *("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s"),
@@ -242,9 +244,14 @@ GPU_SOURCES = {
     "bytes_per_s": f"{DATASHEET}, times the share that elementwise work reached on an H200",
     "folds.kernel_share": "published, of an A100",
     "folds.library_share": "published, of an A100",
+    "folds.mosaic_share": "of the forward pass alone, on an H200",
     "folds.block_s": "estimate",
 }
-GPU_SOURCES |= {path: "estimate, from an H200" for path in ON_H200 if path not in GPU_SOURCES}
+GPU_SOURCES |= {
+    path: "estimate, from an H200"
+    for path in ON_H200
+    if path not in GPU_SOURCES and path.rpartition(".")[0] not in GPU_SOURCES
+}
 H200_SOURCES = dict.fromkeys(ON_H200, "measured")
 
 
@@ -273,9 +280,10 @@ def _gpu(
         launch_s=1.63e-6,
         folds=FoldFacts(
             fused_steps_per_s=steps,
-            single_share=0.1,
-            single_steps=0.125,
-            kernel_s=4e-6,
+            single_share=0.2,
+            single_steps=0.15,
+            kernel_s=8e-6,
+            kernel_bytes=1.38,
             kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
             library_share=LIBRARY_SHARE if capability >= 9 else OLDER_LIBRARY_SHARE,
             mosaic_share=MOSAIC_SHARE,
@@ -288,8 +296,6 @@ def _gpu(
         multiprocessors=multiprocessors,
         memory_bytes=gib * 2.0**30,
         norms=NormFacts(kernel_share=0.354, scaled_share=0.131, drawn=0.372),
-        # Small programs of several kernels are priced up to twice too high on an H200.
-        margins=Margins(fold=1.6),
         provenance=GPU_SOURCES | (H200_SOURCES if name == "h200" else {}),
     )
 

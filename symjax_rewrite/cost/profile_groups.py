@@ -1,30 +1,33 @@
 """The groups of a device profile: every figure with its unit, its meaning and its source.
 
 A default is the figure that all profiles share. A group that is None states that the device does
-not support the operations that the group prices. Imports nothing of the package.
+not support the operations that the group prices. May import `profile_fields`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-DATASHEET = "datasheet"
-FACT = "how the device, or XLA for it, works"  # a boolean, not a figure
-JUDGED = "judged"  # a bound that was set by hand
-NO_SCRIPT = "measured; no script is kept"
-FOLDS = "experiments/folds/run.py"
-STREAMS = "experiments/top_k/streams.py"
-TURNS = "experiments/selective_scan/turns.py"
-MATRICES = "experiments/selective_scan/matrices.py"
-LAWS = "experiments/performance_fuzz/laws.py"
-RESIDUALS = "experiments/performance_fuzz/margins.py"
-ORIENTATION = "experiments/orientation/run.py"
-ELEMENTWISE = "symjax_rewrite/calibration/elementwise.py"
-ON_GPU = "experiments/on_gpu/fit.py"
-PROGRAMS = "experiments/on_gpu/programs.py"
+from symjax_rewrite.cost.profile_fields import (
+    ELEMENTWISE,
+    FACT,
+    FOLDS,
+    JUDGED,
+    LAWS,
+    MATRICES,
+    NO_SCRIPT,
+    ON_GPU,
+    ORIENTATION,
+    PROGRAMS,
+    RESIDUALS,
+    STREAMS,
+    TURNS,
+    fact,
+    quantity,
+)
 
 # Elementwise functions by the field of `FunctionSteps` that prices them; others are one step.
 FUNCTIONS = {
@@ -41,31 +44,6 @@ FUNCTIONS = {
     for name in names.split()
 }
 SLOW_MAPS = frozenset(FUNCTIONS)
-
-
-def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
-    """Return a field of a profile.
-
-    Args:
-        unit: "s", "bytes", "bytes/s", "1" for a ratio or a count, "yes/no" …
-        meaning: the meaning of the figure, as a clause.
-        source: the script that measures it, or `FACT`, `JUDGED` or a similar name above.
-        default: the figure that all profiles share.
-        more: further arguments of `dataclasses.field`.
-    """
-    about = {"unit": unit, "meaning": meaning, "source": source}
-    return field(default=default, metadata=about, **more)
-
-
-def fact(meaning: str, default: bool) -> Any:
-    """Return a field of a profile that says how the device, or XLA for it, works."""
-    return quantity("yes/no", meaning, FACT, default)
-
-
-def group(meaning: str, default: Any = MISSING) -> Any:
-    """Return a field of a profile that holds a group of figures."""
-    return quantity("group", meaning, FACT, default)
-
 
 Kind = Literal[
     "rewrite", "dominating", "fold", "streamed", "norm", "scan", "hoist", "tree", "banded",
@@ -262,6 +240,10 @@ class FoldFacts:
         PROGRAMS, 1.0,
     )  # fmt: skip
     kernel_s: float = quantity("s", "of a fold's kernel, beside its launch", PROGRAMS, 0.0)
+    kernel_bytes: float = quantity(
+        "1", "of the rate at which elementwise work reads memory, that of a fold's kernel", ON_GPU,
+        1.0,
+    )  # fmt: skip
     library_share: float = quantity("1", "the same of cuDNN's attention", ON_GPU, 1.0)
     mosaic_share: float = quantity(
         "1", "the same of the kernel by Mosaic; `auto` takes that kernel where this is measured",
@@ -399,8 +381,8 @@ class ScanFacts:
         ON_GPU, 2.0,
     )  # fmt: skip
     one_pass_instructions: float = quantity(
-        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS; where this is "
-        "measured, `auto` takes that kernel",
+        "1", "as `kernel_instructions`, of the one kernel by jax-triton: 1.36 in SASS; where "
+        "this is measured, `auto` takes that kernel",
         ON_GPU, 1.74,
     )  # fmt: skip
     step_latency_s: float = quantity(

@@ -239,7 +239,8 @@ def _kernel_seconds(route: FoldRoute, kernel: GpuKernel, device: Device) -> floa
     steps = _steps(route, spec, xla_blocks(spec), device)
     share, steps_per_s = fold_cost.kernel_rates(spec, backend, device)
     busy = _product_seconds(spec, device, visited) / share + visited * steps / steps_per_s
-    busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
+    bytes_per_s = device.folds.kernel_bytes * device.bytes_per_s
+    busy = max(busy, fold_cost.bytes_moved(spec) / bytes_per_s)
     columns = int(columns_visited(spec, cut.rows, cut.cols).max(initial=0))
     longest = min(cut.rows, spec.rows) * columns / max(visited, 1) * device.multiprocessors * busy
     fixed = device.launch_s + device.folds.kernel_s

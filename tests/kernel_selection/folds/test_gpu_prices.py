@@ -37,15 +37,15 @@ def seconds(device, spec):
 @pytest.mark.parametrize(
     ("device", "batch", "length", "causal", "tflops"),
     [
-        ("h100", 4, 4096, True, 344),
-        ("h100", 1, 16384, True, 361),
-        ("a100", 1, 16384, False, 230 / 1.4),  # of FlashAttention-2, 1.4 times Triton's
+        ("h200", 4, 4096, True, 380),  # measured: experiments/on_gpu
+        ("h200", 1, 16384, True, 428),
+        ("a100", 1, 16384, False, 230 / 1.4),  # published: FlashAttention-2, 1.4 times Triton's
     ],
 )
-def test_published_rates_of_attention_are_predicted(device, batch, length, causal, tflops):
+def test_known_rates_of_attention_are_predicted(device, batch, length, causal, tflops):
     flops = 4 * 128 * batch * 16 * length**2 / (2 if causal else 1)
     found = flops / seconds(device, attention(batch, 16, length, causal=causal)) / 1e12
-    assert found == pytest.approx(tflops, rel=0.05)
+    assert found == pytest.approx(tflops, rel=0.1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -344,7 +344,7 @@ def by_std(x, g, w):
 @pytest.mark.parametrize("f", [by_var, by_std])
 def test_the_variance_of_numpy_is_taken_as_any_other(f):
     """`jnp.var` compares its number of elements with zero, which is known."""
-    (found,) = routes(f, *big(16), device="h200")
+    (found,) = routes(f, *big(16), device="h200", kernels="always")
     assert found.taken
     wanted = [routes(f, *big(4, 8, 8, "float32"), kernels=kind) for kind in ("xla", "triton")]
     assert all(r.taken for found in wanted for r in found)
@@ -352,10 +352,12 @@ def test_the_variance_of_numpy_is_taken_as_any_other(f):
 
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("rows", [1, 16, 64])
-def test_taken_on_a_gpu_where_rows_are_few(rows):
+def test_a_gpu_takes_it_where_asked_alone(rows):
+    """On an H200 XLA's kernels took 0.4 to 0.7 of the time: experiments/on_gpu."""
     (found,) = routes(layer_of, *big(rows), device="h200")
+    assert not found.taken and "predicted" in found.reason
+    (found,) = routes(layer_of, *big(rows), device="h200", kernels="always")
     assert found.taken
-    assert found.ratio is not None and found.ratio > 1.25
 
 
 @pytest.mark.usefixtures("one_device")

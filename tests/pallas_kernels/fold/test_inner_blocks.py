@@ -108,10 +108,10 @@ def test_attention_has_a_pipelined_loop_of_single_exponentials(compile_h200, tmp
     waits = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)]
     assert max(waits) >= 2  # loads of two steps are under way
     assert "fma.rm.f32" not in ptx  # the library's exponential
-    pairs = 128 * 128 // 256  # per thread and step
+    pairs, sums = 64 * 64 // 128, 64 * 128 // 128  # per thread and step
     assert ptx.count("ex2.approx.ftz.f32") == 2 * (pairs + 2)  # two loops, two rows per thread
     assert len(re.findall(r"selp\.f32", ptx)) < 2 * pairs  # the masks of one loop
-    assert ptx.count("mul.rn.f32") < 5 * pairs  # exponents and rescaled sums; the scale is free
+    assert ptx.count("mul.rn.f32") < 2 * (pairs + sums) + pairs  # the scale is free
 
 
 @pytest.mark.lowering

@@ -303,9 +303,16 @@ def layer(rows, outputs, changes):
 @pytest.mark.parametrize(
     ("rows", "outputs"), [*SIZES, *(pytest.param(*x, marks=pytest.mark.sweep) for x in SWEPT)]
 )
-def test_one_kernel_on_an_h200(outputs, rows, changes, compile_h200):
-    spec = layer(rows, outputs, changes)
-    assert kernels(compile_h200(lambda *xs: norm_linear(spec, *xs), *avals(spec))) == 1
+def test_as_few_kernels_as_predicted_on_an_h200(outputs, rows, changes, compile_h200, described):
+    assert_as_few_kernels_as_predicted(layer(rows, outputs, changes), compile_h200, described)
+
+
+def assert_as_few_kernels_as_predicted(spec, compile_h200, described):
+    with described("H200"):
+        cut = accepted(chosen_cut(NormGroup((spec,))))
+    wanted = launches(NormGroup((spec,)), cut)
+    found = kernels(compile_h200(lambda *xs: norm_linear(spec, *xs), *avals(spec)))
+    assert wanted <= found <= wanted + 2 * (cut.splits > 1)  # XLA may add the parts in three
 
 
 @pytest.mark.lowering
@@ -336,6 +343,6 @@ def test_each_form_is_two_kernels(kind, form, compiler_of, described):
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("make", [backward_input, backward_weight])
 @pytest.mark.parametrize("rows", [16, 300, 4096])
-def test_each_gradient_is_one_kernel_on_an_h200(rows, make, norm, compile_h200):
+def test_gradients_have_as_few_kernels_as_predicted(rows, make, norm, compile_h200, described):
     spec = make(NormLinear(rows, 4096, 4096, norm, dtype="bfloat16"))
-    assert kernels(compile_h200(lambda *xs: norm_linear(spec, *xs), *avals(spec))) == 1
+    assert_as_few_kernels_as_predicted(spec, compile_h200, described)
