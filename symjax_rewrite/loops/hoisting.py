@@ -203,7 +203,7 @@ class _Plan:
         XLA may run a program of few operations in the thread that calls it. A product outside the
         loop can cost that: a gradient through 500 steps of three states took 1.6 times as long.
         """
-        device, room, whole = self.device, self.room, self._whole_seconds()
+        device, room, saved = self.device, self.room, 0.0
         early = {v for e in self.motion.before for v in e.outvals}
         ready = {*self.loop.sources, *numbers(self.loop.ys), *early}
         for found in self._accumulations():
@@ -217,12 +217,12 @@ class _Plan:
             together = equation_seconds(e.eqn, device, self.loop.steps, (0, 1), summed=True)
             if written > room or e.outvals[0] in early:
                 continue
-            saved = self.loop.steps * alone - together - 2 * written / device.bytes_per_s
-            if not margins.gains_share(saved, whole, "loop", device):
-                continue
             if _gains(self.loop.steps * alone, together, written, device):
                 room -= written
+                saved += self.loop.steps * alone - together - 2 * written / device.bytes_per_s
                 self.motion.sums.append(found)
+        if not margins.gains_share(saved, self._whole_seconds(), "loop", device):
+            self.motion.sums = []
 
     def _accumulations(self) -> Iterator[Accumulation]:
         """Yield the carries that only accumulate products, in order."""
