@@ -230,7 +230,7 @@ FOLD_SHARE, OLDER_FOLD_SHARE = 0.67, 1.0
 # The same of cuDNN, on an H200, and from 230 TFLOP/s published on an A100; and of Mosaic.
 LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.93, 1.62, 0.82
 ON_H200 = (
-    *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32"),
+    *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32", "loops.step_s"),
     *("folds.kernel_share", "folds.library_share"),
     *("folds.single_share", "folds.single_steps", "folds.kernel_s", "folds.kernel_bytes"),
     *("norms.kernel_share", "norms.scaled_share", "norms.drawn"),
@@ -295,6 +295,7 @@ def _gpu(
         capability=capability,
         multiprocessors=multiprocessors,
         memory_bytes=gib * 2.0**30,
+        loops=LoopFacts(step_s=8e-6),
         norms=NormFacts(kernel_share=0.354, scaled_share=0.131, drawn=0.372),
         provenance=GPU_SOURCES | (H200_SOURCES if name == "h200" else {}),
     )

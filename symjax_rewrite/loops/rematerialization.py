@@ -150,7 +150,8 @@ def _kept(there: Loop, back: Loop, second: Equation, around: Surroundings) -> li
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
     """Return True if recomputing results takes no longer than writing and reading them.
 
-    Where each operation of a step is a launch, a recomputed step is one launch at least.
+    Where each operation of a step is a launch, a recomputed step is one launch at least, beside
+    what a step costs itself.
     """
     loops, memory = device.loops, device.memory
     if kept_bytes < loops.least_remade_bytes:
@@ -158,9 +159,9 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bo
     moved = (1 + memory.passes_of_write) * kept_bytes / device.bytes_per_s
     if kept_bytes >= memory.kept_bytes:
         moved += kept_bytes / memory.fresh_bytes_per_s
-    step = device.launch_s
-    if not loops.steps_are_launches:
-        step /= loops.operations_per_launch
+    step = device.launch_s / loops.operations_per_launch
+    if loops.steps_are_launches:
+        step = device.launch_s + loops.step_s
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
         step += own / loops.fused_step if e.name in FUSED_KINDS else own

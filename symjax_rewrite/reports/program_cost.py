@@ -327,9 +327,10 @@ def _kept(device: Device) -> Device:
 
 
 def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
-    fresh_s = 0.0
+    fresh_s = step_s = 0.0
     if eqn.primitive.name in LOOPS:
         fresh_s = sum(device.page_seconds(at_sample(_bytes(v), sample)) for v in eqn.outvars)
+        step_s = device.loops.step_s if device.loops.steps_are_launches else 0.0
         device = _kept(device.in_step())
     bodies = [traffic(b, device, sample) for b in bodies_run(eqn, device)]
     if not bodies:
@@ -341,7 +342,7 @@ def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     trips = trips_of(eqn)
     if trips is None:
         return UNKNOWN
-    return sum(bodies, start=Traffic()).times(trips, sample) + Traffic(0, fresh_s)
+    return sum(bodies, start=Traffic(0, step_s)).times(trips, sample) + Traffic(0, fresh_s)
 
 
 def _moved(eqn: JaxprEqn) -> Dim:
