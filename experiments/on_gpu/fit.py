@@ -139,7 +139,8 @@ def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
         for one, about in seen:
             found = record["contestants"].get(_as_now(one, facts), {})
             if "median_s" in found:
-                seconds = found["median_s"] - CHAIN_S / found["calls"]
+                seconds = found["median_s"]
+                seconds = max(seconds - CHAIN_S / found["calls"], seconds / 2)
                 if kind == "copy":  # two arrays a call
                     moved = chains.arrays_moved(found["calls"], record["copies"])
                     seconds *= 2 * found["calls"] / moved

@@ -13,7 +13,7 @@ import pytest
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.backend import accepted, planning_for
-from symjax_rewrite.pallas_kernels.norm.cost import FIGURES, chosen_cut, forms, launches, on_gpu
+from symjax_rewrite.pallas_kernels.norm.cost import chosen_cut, forms, launches, on_gpu
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, norm_linears
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
@@ -237,8 +237,9 @@ LONG = {"H200": (64, 32768, 256), "A100": (64, 8192, 512), "L4": (16, 16384, 256
 @pytest.mark.parametrize("kind", LONG)
 def test_splits_of_few_rows_are_predicted_faster(kind):
     device, long = DEVICES[kind.lower()], NormLinear(*LONG[kind], dtype="bfloat16")
+    many_rows = NormLinear(4096, 1024, 8192, dtype="bfloat16")
     with planning_for(device):
-        for a, count in ((long, 2), (SHORT, 1)):
+        for a, count in ((long, 2), (many_rows, 1)):
             group = NormGroup((forward(a),))
             cut = accepted(chosen_cut(group))
             assert (cut.splits > 1, cut.scaled_before) == (count > 1, False)
@@ -247,13 +248,12 @@ def test_splits_of_few_rows_are_predicted_faster(kind):
 
 def test_weights_are_scaled_before_where_measured_rates_say_so():
     device = DEVICES["h200"]
-    norms = replace(device.norms, scaled_share=0.2)
-    provenance = {**device.provenance, **dict.fromkeys(FIGURES, "measured")}
+    norms = replace(device.norms, scaled_share=device.norms.kernel_share)
     group = NormGroup((forward(NormLinear(4096, 4096, 4096, dtype="bfloat16", gain=True)),))
     for profile, before in (
-        (device, False),
-        (replace(device, norms=norms), False),  # estimates
-        (replace(device, norms=norms, provenance=provenance), True),
+        (device, True),
+        (replace(device, provenance={}), False),  # estimates
+        (replace(device, norms=norms), False),
     ):
         with planning_for(profile):
             assert accepted(chosen_cut(group)).scaled_before == before

@@ -129,7 +129,8 @@ def measured(name: str, instructions: float) -> Device:
     """The profile of a GPU on which the kernel was measured."""
     device = DEVICES[name]
     path = "scans.one_pass_instructions"
-    scans = replace(device.scans, one_pass_instructions=instructions)
+    scans = replace(device.scans, one_pass_instructions=instructions, one_pass_s=0.0)
+    scans = replace(scans, one_pass_step_s=0.0)
     return replace(device, scans=scans, provenance={**device.provenance, path: "measured"})
 
 
