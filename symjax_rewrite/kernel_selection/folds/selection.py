@@ -173,9 +173,11 @@ class _FoldSelection:
         gone = {cls for c in taken for cls in c.classes()[0]}
         left_s = device.page_seconds(block.bytes(gone))
         for c in sorted(dear, key=lambda c: -c.pairs):
+            before_s, after_s = c.seconds or (0.0, 0.0)
+            if not left_s or not margins.pays(before_s + left_s, after_s, "fold", device):
+                continue  # not even if nothing were left
             without = gone | c.classes()[0]
             without_s = device.page_seconds(block.bytes(without))
-            before_s, after_s = c.seconds or (0.0, 0.0)
             if margins.pays(before_s + left_s - without_s, after_s, "fold", device):
                 self.beside_s[id(c)] = left_s - without_s
                 c.reason, gone, left_s = "", without, without_s
