@@ -77,6 +77,24 @@ def may_be_fresh(program: Program, device: Device) -> bool:
     return device.page_seconds(2 * sum(map(aval_bytes, made))) > 0
 
 
+def may_hold_fresh(program: Program, device: Device) -> bool:
+    """Return False if what is live at once, with a copy of each value, is kept for the next call.
+
+    Lifetimes are those of the program as written: it tells where a closer look is not worth while.
+    """
+    last = {v: n for n, e in enumerate(program.equations) for v in e.reads}
+    held = most = 0.0
+    ends: dict[int, float] = {}
+    for n, e in enumerate(program.equations):
+        for v in e.outvals:
+            size = float(aval_bytes(program.avals[v]))
+            held += size
+            ends[last.get(v, n)] = ends.get(last.get(v, n), 0.0) + size
+        most = max(most, held)
+        held -= ends.pop(n, 0.0)
+    return device.page_seconds(2 * most) > 0
+
+
 class Temporaries(NamedTuple):
     """The temporaries of a program.
 

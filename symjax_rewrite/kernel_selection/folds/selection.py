@@ -16,7 +16,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.temporaries import may_be_fresh, temporaries_of
+from symjax_rewrite.cost.temporaries import may_be_fresh, may_hold_fresh, temporaries_of
 from symjax_rewrite.errors import KernelError, UsageError, choice
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
@@ -167,7 +167,7 @@ class _FoldSelection:
         dear = [c for c in found if c.seconds and obstacle_of(c.reason) is Obstacle.COST]
         if t is not terms.t or t.dim_env or not (dear and self.call_s):
             return False
-        if not may_be_fresh(t.program, device):
+        if not (may_be_fresh(t.program, device) and may_hold_fresh(t.program, device)):
             return False
         block = temporaries_of(t, terms.need, terms.model)
         gone = {cls for c in taken for cls in c.classes()[0]}
