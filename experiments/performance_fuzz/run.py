@@ -109,9 +109,10 @@ def _earlier(path: Path | None) -> dict[int, dict[str, Any]]:
 
 def brief(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what of the records is worth keeping."""
-    keys = ("seed", "family", "plain_s", "harm", "regret", "best", "error")
+    keys = ("seed", "family", "plain_s", "harm", "regret", "best")
     return [
         {k: r[k] for k in keys if k in r}
+        | ({"error": r["error"].strip().splitlines()[-1]} if "error" in r else {})
         | {"candidates": report.candidates([r] if "forms" in r else [])}
         for r in records
     ]

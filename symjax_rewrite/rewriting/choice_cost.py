@@ -188,6 +188,7 @@ class _Moved(ChoiceCost):
         """Find the classes written to memory; return the classes whose kernels may differ."""
         base = self.base
         self.written -= self.removed
+        self.added -= self.removed  # what only a class reads that the move leaves unread
         for c in self.removed:
             del self.facts[c]
         near = {*self.changed, *self.added, *self.readers}.union(

@@ -254,3 +254,11 @@ def test_found_rows_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert again == row
     got, expected = again.function()(*again.arguments()), program.function()(*program.arguments())
     assert all(map(close, jax.tree.leaves(got), jax.tree.leaves(expected)))
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_move_may_need_a_class_for_a_reader_that_it_leaves_unread() -> None:
+    """Such a class stayed among those needed in `choice_cost.py`, and its operands had no price."""
+    p = generator.generate(200174)
+    found = forms.forms_of(jax.jit(p.function()).trace(*p.specs()).jaxpr, 6)
+    assert any("contraction_order" in form.kinds for form in found)
