@@ -72,9 +72,14 @@ def fresh_seconds(t: TermGraph, need: Needed, model: CostModel, device: Device) 
 def may_be_fresh(program: Program, device: Device) -> bool:
     """Return False if all values of a program, with a copy of each, are kept for the next call."""
     made: list[Any] = [program.avals[v] for e in program.equations for v in e.outvals]
-    if any(not isinstance(n, int) for x in made for n in getattr(x, "shape", ())):
+    if _are_named(made):
         return not math.isinf(device.memory.kept_bytes)
     return device.page_seconds(2 * sum(map(aval_bytes, made))) > 0
+
+
+def _are_named(made: list[Any]) -> bool:
+    """Return True if values have named sizes."""
+    return any(not isinstance(n, int) for x in made for n in getattr(x, "shape", ()))
 
 
 def may_hold_fresh(program: Program, device: Device) -> bool:
@@ -82,6 +87,8 @@ def may_hold_fresh(program: Program, device: Device) -> bool:
 
     Lifetimes are those of the program as written: it tells where a closer look is not worth while.
     """
+    if _are_named([program.avals[v] for e in program.equations for v in e.outvals]):
+        return True
     last = {v: n for n, e in enumerate(program.equations) for v in e.reads}
     held = most = 0.0
     ends: dict[int, float] = {}
