@@ -20,9 +20,9 @@ import pytest
 from symjax_rewrite.cost.device_profiles import DEVICES, Device
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "on_gpu"
-measure, attention, chains, fit, measuring, norms, report, scans = (
+measure, attention, chains, fit, measuring, norms, report, scans, whole_programs = (
     importlib.import_module(f"on_gpu.{name}")
-    for name in "measure attention chains fit measuring norms report scans".split()
+    for name in "measure attention chains fit measuring norms report scans whole_programs".split()
 )
 WAY = {"timed": True, "reference": lambda x: x + 1.0, "limit": 1e-6}
 
@@ -452,7 +452,20 @@ TRUTH = {
     "scans.kernel_instructions": 7.0,
     "scans.step_latency_s": 2e-8,
     "scans.one_pass_instructions": 8.0,
+    "loops.step_s": 2e-5,
+    "folds.single_steps": 0.3,
+    "folds.kernel_s": 2e-5,
 }
+
+
+def fold_of_distances(n: int) -> dict[str, Any]:
+    def fun(x: Any, y: Any) -> Any:
+        return jnp.sum(jnp.exp(-jnp.abs(x[:, None] - y)), 1)
+
+    specs = [jax.ShapeDtypeStruct((n,), jnp.float32)] * 2
+    found = whole_programs.folded(fun, specs, DEVICES["h200"])
+    assert found is not None
+    return found
 
 
 def made_records(device: Device) -> list[Any]:
@@ -470,10 +483,13 @@ def made_records(device: Device) -> list[Any]:
     sizes = [{"batch": b, "length": n, "channels": 2048, "states": 16} for b, n in scans.SHAPES]
     sizes.append({"batch": 1, "length": 4096, "channels": 16, "states": 1})
     facts += [{"kind": kind, "scan": size} for kind in scans.KINDS for size in sizes]
+    facts += [whole_programs.loop_facts(name, sizes[0]) for name in whole_programs.LOOPS]
+    facts += [fold_of_distances(n) for n in (256, 1024, 4096)]
     seen = [fit.Observation(str(n), f, 1.0) for n, f in enumerate(facts)]
     return [replace(o, measured_s=fit.predicted(device, o)) for o in seen]
 
 
+@pytest.mark.usefixtures("one_device")
 def test_fit_finds_a_known_profile_again() -> None:
     device = DEVICES["h200"]
     for path, value in TRUTH.items():
@@ -491,6 +507,7 @@ def test_fit_finds_a_known_profile_again() -> None:
     assert math.isclose(share, 3e12 / 4.8e12, rel_tol=0.05)
 
 
+@pytest.mark.usefixtures("one_device")
 def test_fit_omits_undetermined_constants() -> None:
     seen = [o for o in made_records(DEVICES["h200"]) if o.kind in ("copy", "norm")]
     few = [o for o in seen if o.kind == "copy" or o.facts["layer"]["rows"] == 1]

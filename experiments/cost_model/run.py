@@ -90,7 +90,8 @@ def tell(rows: list[dict[str, Any]], source: dict[str, Any]) -> list[str]:
         ["predicted slower, measured faster by 5 %", len(missed)],
     ]
     return [
-        f"Records of {source['date']}, {source['cpu']}; CPU. No GPU was measured",
+        f"Records of {source['date']}, {source['cpu']}; CPU. Those of a GPU: "
+        "[on a GPU](../on_gpu/README.md)",
         harness.markdown_table(["", ""], marks),
         "**By kind**: measured / predicted",
         harness.markdown_table(report.KINDS, [r for r in report.residuals(rows) if r[1] >= FEW]),

@@ -225,7 +225,7 @@ def tell(results: dict[str, Any]) -> list[str]:
     return [
         f"Times as fast as written. CPU: measured in turn, in {harness.CPU_NOTE}; float32, "
         f"width {WIDTH}; softmax over {KEYS} scores, then {VALUES} columns of values. H200: "
-        "**predicted**, bfloat16; no GPU was measured",
+        "**predicted**, bfloat16; measured times stand [apart](../on_gpu/README.md)",
         harness.markdown_table(header, rows),
         *(answer(name, result["cells"]) for name, result in results.items()),
         "Largest error against float64, over the largest value, float32",

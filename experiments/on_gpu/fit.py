@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from on_gpu import attention, chains, measuring, scans
+from on_gpu import attention, chains, measuring, scans, whole_programs
 from on_gpu.attention import KINDS as ATTENTIONS
 
 from symjax_rewrite.cost.device_profiles import (
@@ -44,7 +44,7 @@ from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as scan_sp
 from symjax_rewrite.pallas_kernels.scan.triton import triton_cut
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 
-PARTS = ("norms", "attention", "scans")
+PARTS = ("norms", "attention", "scans", "programs")
 SPAN, POINTS, ZOOMS = 64.0, 33, 4  # a search over [value / SPAN, value · SPAN], then ever nearer
 SWEEPS = 6  # over the fields of a group
 # A chain's own cost, which its calls share: the shortest took 266 µs for 9 calls of two kernels.
@@ -74,6 +74,7 @@ class Field:
 
 
 ONE_PASS = ("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s")
+SINGLE = ("folds.single_share", "folds.single_steps", "folds.kernel_s")
 # In order: each fit takes the fields before it as given, those of one row are fitted together.
 ORDER = (
     (Field("launch_s", ("copy",)), Field("bytes_per_s", ("copy",))),
@@ -81,8 +82,11 @@ ORDER = (
     (Field("flops_per_s.tf32", ("product float32",)),),
     tuple(Field(path, ("norm",)) for path in FIGURES if path.startswith("norms.")),
     *((Field(f"folds.{figure}", (ATTENTIONS[name],)),) for name, figure in RATES.items()),
+    (Field("folds.kernel_bytes", (ATTENTIONS["triton"],)),),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
     tuple(Field(path, ("one-pass scan",)) for path in ONE_PASS),
+    (Field("loops.step_s", (whole_programs.LOOP,)),),
+    tuple(Field(path, (whole_programs.FOLD,)) for path in SINGLE),
 )
 # The share of the datasheet that the profiles of GPUs assume for a field.
 DATASHEET_SHARES = {
@@ -95,8 +99,8 @@ DATASHEET_SHARES = {
 def run(out: Path, profile: str | None) -> dict[str, Any]:
     """Fit the fields to the records of a folder; print residuals and write `fit.json`."""
     records = [r for part in PARTS for r in measuring.read_part(part, out)]
-    seen = list(observations(records))
     before = profile_of(records, profile)
+    seen = list(observations(records, before))
     after, fields = fitted(before, seen)
     rows = residuals(before, after, seen)
     print(table(rows))
@@ -122,29 +126,52 @@ def profile_of(records: list[dict[str, Any]], name: str | None) -> Device:
     return DEVICES["h200"] if found is None or not found.runs_on_gpu else found
 
 
-def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
+def observations(records: list[dict[str, Any]], device: Device) -> Iterator[Observation]:
     """Yield the measured cases that a model predicts.
 
     `contestant` of a record's facts is the one of its kind, `others` are those of further kinds.
     Of a norm's kernel these are its fastest blocks, which the table has, and the other `forms`.
     """
     for record in records:
-        facts = record["facts"]
-        kind = facts["kind"] + (f" {facts['dtype']}" if facts["kind"] == "product" else "")
-        seen = [(facts.get("contestant"), {"kind": kind})]
-        seen += [(one, {"kind": name}) for name, one in facts.get("others", {}).items()]
-        if "forms" in facts:
-            cuts = {**dict([fastest(record)]), **dict(list(facts["forms"].items())[1:])}
-            seen = [(one, {"kind": kind, "cut": cut}) for one, cut in cuts.items()]
-        for one, about in seen:
-            found = record["contestants"].get(_as_now(one, facts), {})
+        for one, about in contestants_of(record, device):
+            found = record["contestants"].get(_as_now(one, record["facts"]), {})
             if "median_s" in found:
-                seconds = found["median_s"]
-                seconds = max(seconds - CHAIN_S / found["calls"], seconds / 2)
-                if kind == "copy":  # two arrays a call
-                    moved = chains.arrays_moved(found["calls"], record["copies"])
-                    seconds *= 2 * found["calls"] / moved
-                yield Observation(record["case"], {**facts, **about}, seconds)
+                yield Observation(
+                    record["case"], {**record["facts"], **about}, _seconds(found, record)
+                )
+
+
+def contestants_of(
+    record: dict[str, Any], device: Device
+) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield the contestants of a record that a model predicts, with further facts of each."""
+    facts = record["facts"]
+    if facts["kind"] == "program":
+        folds = whole_programs.fold_facts(record, device)
+        if folds is not None:
+            yield "auto", folds
+        return
+    kind = facts["kind"] + (f" {facts['dtype']}" if facts["kind"] == "product" else "")
+    if "forms" in facts:
+        cuts = {**dict([fastest(record)]), **dict(list(facts["forms"].items())[1:])}
+        yield from ((one, {"kind": kind, "cut": cut}) for one, cut in cuts.items())
+        return
+    yield facts.get("contestant"), {"kind": kind}
+    yield from ((one, {"kind": name}) for name, one in facts.get("others", {}).items())
+    if facts["kind"] == "scan":
+        for name in whole_programs.LOOPS:
+            contestant = f"xla, {name.replace('`', '')}"
+            if contestant in record["contestants"]:
+                yield contestant, whole_programs.loop_facts(name, facts["scan"])
+
+
+def _seconds(found: dict[str, Any], record: dict[str, Any]) -> float:
+    """Return the seconds of one call of a contestant, less its share of the chain's own cost."""
+    seconds = max(found["median_s"] - CHAIN_S / found["calls"], found["median_s"] / 2)
+    if record["facts"]["kind"] != "copy":
+        return seconds
+    moved = chains.arrays_moved(found["calls"], record["copies"])
+    return seconds * 2 * found["calls"] / moved  # two arrays a call
 
 
 def _as_now(contestant: str | None, facts: dict[str, Any]) -> str | None:
@@ -181,6 +208,8 @@ def predicted(device: Device, one: Observation) -> float:
             with planning_for(device):
                 found = scan_seconds(scan_spec(SelectiveScan(**facts["scan"])), device)
             return found["triton" if kind == "scan" else "jax_triton"]
+        case whole_programs.FOLD | whole_programs.LOOP:
+            return whole_programs.predicted(facts, device)
     raise ValueError(facts["kind"])
 
 

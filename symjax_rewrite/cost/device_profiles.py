@@ -232,11 +232,14 @@ LIBRARY_SHARE, OLDER_LIBRARY_SHARE, MOSAIC_SHARE = 0.93, 1.62, 0.82
 ON_H200 = (
     *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32", "loops.step_s"),
     *("folds.kernel_share", "folds.library_share"),
-    *("folds.single_share", "folds.single_steps", "folds.kernel_s", "folds.kernel_bytes"),
+    *("folds.single_steps", "folds.kernel_bytes"),
     *("norms.kernel_share", "norms.scaled_share", "norms.drawn"),
     *("scans.kernel_instructions", "scans.step_latency_s"),
     *("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s"),
 )
+# The fit to folds of eight programs has 0.40 and 4.9 µs in place of 0.2 and 8 µs. With it folds
+# would be taken that took 1.1 to 1.8 times as long as XLA, whose kernels beat their predictions.
+CAUTIOUS = "judged, by programs on an H200"
 # What stands in no datasheet was measured on an H200 (`experiments/on_gpu`), and is an estimate for
 # other GPUs until `python -m symjax_rewrite calibrate` measures it there.
 GPU_SOURCES = {
@@ -245,6 +248,8 @@ GPU_SOURCES = {
     "folds.kernel_share": "published, of an A100",
     "folds.library_share": "published, of an A100",
     "folds.mosaic_share": "of the forward pass alone, on an H200",
+    "folds.single_share": CAUTIOUS,
+    "folds.kernel_s": CAUTIOUS,
     "folds.block_s": "estimate",
 }
 GPU_SOURCES |= {

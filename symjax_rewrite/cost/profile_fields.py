@@ -18,7 +18,6 @@ RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
 ELEMENTWISE = "symjax_rewrite/calibration/elementwise.py"
 ON_GPU = "experiments/on_gpu/fit.py"
-PROGRAMS = "experiments/on_gpu/programs.py"
 
 
 def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:

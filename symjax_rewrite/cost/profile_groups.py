@@ -21,7 +21,6 @@ from symjax_rewrite.cost.profile_fields import (
     NO_SCRIPT,
     ON_GPU,
     ORIENTATION,
-    PROGRAMS,
     RESIDUALS,
     STREAMS,
     TURNS,
@@ -234,12 +233,12 @@ class FoldFacts:
         "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
         "elementwise steps", ON_GPU, 1.0,
     )  # fmt: skip
-    single_share: float = quantity("1", "the same of products in TF32", PROGRAMS, 1.0)
+    single_share: float = quantity("1", "the same of products in TF32", ON_GPU, 1.0)
     single_steps: float = quantity(
         "1", "of the rate of steps in a loop: in a fold's kernel without products of halves",
-        PROGRAMS, 1.0,
+        ON_GPU, 1.0,
     )  # fmt: skip
-    kernel_s: float = quantity("s", "of a fold's kernel, beside its launch", PROGRAMS, 0.0)
+    kernel_s: float = quantity("s", "of a fold's kernel, beside its launch", ON_GPU, 0.0)
     kernel_bytes: float = quantity(
         "1", "of the rate at which elementwise work reads memory, that of a fold's kernel", ON_GPU,
         1.0,
