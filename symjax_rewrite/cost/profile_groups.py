@@ -514,6 +514,7 @@ class FusionFacts:
         "1", "times that a reduction of long rows takes in a call that goes on, mean", LAWS, 1.0
     )
     followed_elements: int = quantity("elements", "in fewer it takes as long", LAWS, 1 << 22)
+    longest_form: int = quantity("values", "computed again without an axis of one", JUDGED, 64)
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 

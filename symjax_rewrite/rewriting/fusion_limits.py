@@ -4,7 +4,7 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
 (experiments/orientation).
 
 - The call takes some time for every innermost row of the array. That is long for rows of one to
-  four elements, such as points in space.
+  four elements, such as points in space. An axis of one element is left out (`unit_axes`).
 - It writes the array that it computes from a product in the fusion, and reduces. The array stays
   unwritten if the product is repeated along outer axes. Until jaxlib 0.11 a product in one piece is
   the other way round, what is repeated along outer axes is unwritten too if an operation follows
@@ -70,6 +70,7 @@ from symjax_rewrite.rewriting.fused_chains import (
 )
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 from symjax_rewrite.rewriting.selected_extrema import extremum_of
+from symjax_rewrite.rewriting.unit_axes import drops_axes, without_unit_axes
 
 RULE = (STORED, LOCALITY)
 BARRIER = "optimization_barrier"
@@ -99,7 +100,9 @@ class FusionLimits:
         if found:
             apart = [e for e in found if e not in weighted]
             ended = dict([*_reduced_in_products(apart, r), *_followed_rows(apart, r)])
-            yield from _reductions(found, r, ended)
+            narrow, forms = _narrow_rows(apart, r)
+            yield from forms.values()
+            yield from _reductions([e for e in found if e not in narrow], r, ended)
             yield from ended.values()
             yield from _sums_of_selections(apart, r)
             if context.reorders():
@@ -151,6 +154,38 @@ def _reductions(
                         part = _stored_result(p)
                         products[p.outvals[0]] = candidate(RULE, p.where(), part, seconds)
     yield from products.values()
+
+
+def _narrow_rows(
+    found: list[Equation], r: Fused
+) -> tuple[set[Equation], dict[Equation, Candidate]]:
+    """Return the reductions in whose fusions rows have one element, and forms without them.
+
+    What else drops the axis of such rows is another spelling of the same fusion.
+    """
+    reductions: set[Equation] = set()
+    forms: dict[Equation, Candidate] = {}
+    for e in found:
+        made = _narrow_forms(e, r) if r.chain(e.reads[0]).width == 1 else {}
+        reductions.update((e,) if made else ())
+        forms |= made
+    shapes = {shape_of(m.eqn.invars[0]) for m in forms}
+    for m in r.program.equations if forms else ():
+        if m not in forms and m.reads and shape_of(m.eqn.invars[0]) in shapes and drops_axes(m):
+            forms |= _narrow_forms(m, r)
+    return reductions, forms
+
+
+def _narrow_forms(e: Equation, r: Fused) -> dict[Equation, Candidate]:
+    """Return forms of what reads rows of one element, where this is predicted to pay."""
+    forms: dict[Equation, Candidate] = {}
+    for m, part in without_unit_axes(e, r.makers, r.facts.longest_form):
+        size, width = size_read(m), [n for n in shape_of(m.eqn.invars[0]) if n != 1][-1]
+        work_s = _elementwise_seconds(m.reads[0], r)
+        seconds = work_s + r.facts.row_s * size, work_s + r.facts.row_s * size / width
+        if r.pays(*seconds):
+            forms[m] = candidate(RULE, m.where(), part, seconds)
+    return forms
 
 
 def _writes_pairs(
