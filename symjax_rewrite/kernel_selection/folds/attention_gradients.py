@@ -144,7 +144,7 @@ class _Attention:
     @staticmethod
     def of(t: TermGraph, need: Needed, route: FoldRoute) -> _Attention | None:
         """Return the plain attention that a fold computes, with its maxima and sums, or None."""
-        found = score_fold(route.spec)
+        found = score_fold(route.spec) if _rounds_weights(t, route) else None
         a = None if found is None else plain_attention(found[0])
         if found is None or a is None:
             return None
@@ -483,6 +483,18 @@ class _Attention:
 
 def _with_feature(axes: Names, feature: tuple[str, ...]) -> Names:
     return tuple(feature[0] if a == FEATURE else a for a in axes)
+
+
+def _rounds_weights(t: TermGraph, route: FoldRoute) -> bool:
+    """Return True if the program rounds what it multiplies with weights to their dtype."""
+    classes = t.graph.classes
+    return all(
+        classes[arg.cls].dtype == classes[addend.weights.cls].dtype
+        for served in route.served.values()
+        for addend in served.form
+        for arg in served.reduction.args
+        if addend.weights and not addend.after
+    )
 
 
 def _summed(tile: Symbol) -> Symbol:

@@ -374,7 +374,7 @@ class FoldBuilder:
             kind = ColumnSums if served.lead[-1] == COLUMN else Sums
             output, factor = kind((), self._root(factor)), None
         term, features = self._term(served, addend, factor)
-        number = place_in(self.outputs.setdefault(output, []), term)
+        number = _place_term(self.outputs.setdefault(output, []), term)
         return output, number + isinstance(output, ExpSums), features
 
     def _chosen(self, served: Served, addend: Addend) -> Output:
@@ -412,13 +412,13 @@ class FoldBuilder:
         g = self.t.graph
         number = self.tiles.operand(unwidened(g, addend.weights))
         features = tuple(str(a) for a in addend.weights.axes if a not in (*self.lead, COLUMN))
-        attr = None if addend.after else node_of(g, served.reduction.cls).attr
         dtype = g.classes[addend.weights.cls].dtype
-        alike = bool(addend.after) or all(
-            g.classes[a.cls].dtype == dtype for a in served.reduction.args
-        )
-        # a product of f32 and half precision rounds neither operand
-        rounding = dtype if is_half(dtype) and alike else None
+        if addend.after:  # kernels multiply by half precision in two parts at most
+            attr, rounds = None if is_half(dtype) else addend.precision, self.tiles.pair.cancels
+        else:  # a product of f32 and half precision rounds neither operand
+            attr = node_of(g, served.reduction.cls).attr
+            rounds = all(g.classes[a.cls].dtype == dtype for a in served.reduction.args)
+        rounding = dtype if is_half(dtype) and rounds else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
     def _place(self) -> tuple[Output, ...]:
@@ -475,6 +475,24 @@ class FoldBuilder:
         backend = kernels if kernels in BACKENDS else "auto"
         inputs, steps = tiles.inputs, tiles.steps
         return FoldRoute(spec, backend, inputs, self.served, rows, steps, tiles.wide, roots=roots)
+
+
+def _place_term(terms: list[WeightedTerm], term: WeightedTerm) -> int:
+    """Return the number of a sum among the sums of an output; a sum that is new is added.
+
+    Of two sums that differ in rounding alone, the unrounded one gives both. Products of rounded
+    factors are exact at every precision.
+    """
+
+    def unrounded(t: WeightedTerm) -> WeightedTerm:
+        return replace(t, round_to=None, precision=None) if t.round_to else t
+
+    for number, other in enumerate(terms):
+        if unrounded(other) == unrounded(term):
+            terms[number] = term if term.round_to is None else other
+            return number
+    terms.append(term)
+    return len(terms) - 1
 
 
 def _fill(output: Output) -> float | None:

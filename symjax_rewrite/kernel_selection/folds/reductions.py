@@ -245,7 +245,8 @@ class Addend:
 
     kind: the fold's operation (`exp`: Σ e^tile·product·weights; `count`: no operation, the number
     of columns is in the coefficient). tile: its tile. product: other factors of the summand.
-    weights: a column operand. after: a row operand, summed with the features of the weights.
+    weights: a column operand. after: a row operand, summed with the features of the weights;
+    precision: that of the product of both in the program.
     coefficient, factors, exponent: the row algebra. keys: integers that a sum by key sums at.
     """
 
@@ -258,6 +259,7 @@ class Addend:
     factors: Powers = ()
     exponent: tuple[tuple[Ref, float], ...] = ()
     keys: tuple[Ref, ...] = ()
+    precision: Any = None
 
     def pairwise(self) -> list[Ref]:
         """Return the references that the tile reads."""
@@ -364,10 +366,11 @@ def _distributed(pair: Pair, addend: Addend, found: Reduction) -> Iterator[Adden
 def _eliminated(pair: Pair, addend: Addend) -> Addend:
     """Replace a small contraction among the factors by weights and a later row operand.
 
-    In half precision the sum by weights is of rounded factors, and other readers may round the
-    product. Both sides of p·(dp - Σ p·dp) would then round apart, and its sum along a row, which is
-    zero, would be multiplied by the mean of the keys. Only where digits may be lost so, as
-    FlashAttention does with the rounded result (Dao 2023), are these products replaced too.
+    `Σ_n p·(Σ_d g·v) = Σ_d g·(Σ_n p·v)`: the gradient of a normaliser waits for no upstream
+    derivative, so that the fold of the forward pass computes it. A product that the program rounds
+    is replaced only where digits may be lost. Both sides of p·(dp - Σ p·dp) would round apart, and
+    its sum along a row, which is zero, would be multiplied by the mean of the keys. Beside weights
+    of float16 kernels round p in TF32, with the same effect.
     """
     classes = pair.g.classes
     for k, (ref, power) in enumerate(addend.product if addend.weights is None else ()):
@@ -378,9 +381,10 @@ def _eliminated(pair: Pair, addend: Addend) -> Addend:
         others = addend.product[:k] + addend.product[k + 1 :]
         if found.kind != "dot" or not (others or addend.tile):
             continue
-        if pair.cancels or not any(is_half(classes[a.cls].dtype) for a in found.args):
-            (after, weights), times = found.args, addend.coefficient * scale
-            return replace(addend, product=others, weights=weights, after=after, coefficient=times)
+        if pair.cancels or all(classes[a.cls].dtype != "float16" for a in found.args):
+            (after, weights), (_, precision) = found.args, found.data
+            rest = replace(addend, product=others, coefficient=addend.coefficient * scale)
+            return replace(rest, weights=weights, after=after, precision=precision)
     return addend
 
 

@@ -58,7 +58,7 @@ def score_fold(spec: FoldSpec) -> tuple[FoldSpec, tuple[int, int, int]] | None:
         operands=(q, k, v),
         contractions=(replace(c, row=0, col=1),),
         tile=Tile(tile, key=("scores", inner.key, root, number), dtypes=("float32",)),
-        outputs=(ExpSums((WeightedTerm(), replace(weighted, weights=2))),),
+        outputs=(ExpSums((WeightedTerm(), replace(weighted, weights=2, round_to=v.dtype))),),
         epilogue=normalised(v.dtype, (*lse, *spec.features(numbers[2])), lse),
     )
     return made, numbers

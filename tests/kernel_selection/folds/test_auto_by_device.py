@@ -68,6 +68,23 @@ def kernels_of(jaxpr):
     return count
 
 
+def kernels_in(jaxpr):
+    """Yield the kernels of a program, without the loops beside them."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn.params["jaxpr"]
+        for body in jax_internals.bodies(eqn):
+            yield from kernels_in(body.jaxpr)
+
+
+def products_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for body in jax_internals.bodies(eqn):
+            yield from products_in(body.jaxpr)
+
+
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
@@ -102,19 +119,60 @@ def test_the_gradient_of_the_librarys_attention_is_folds():
     assert [r.taken for r in routes] == [True], report
 
 
-@pytest.mark.parametrize(("numerics", "kernels"), [("reassoc", 4), ("cancels", 3)])
-def test_the_gradient_of_a_loss_that_may_lose_digits_has_two_products_less(numerics, kernels):
-    """Σ p·dp is dO·o, but in bfloat16 p·(dp - Σ p·dp) sums to no zero then."""
+def banded(q, k, v):
+    far = jnp.arange(T // 4)[:, None] - jnp.arange(T // 4)
+    s = jnp.where((far >= 0) & (far < 256), jnp.einsum("bhtd,bhsd->bhts", q, k), -jnp.inf)
+    return jnp.einsum("bhts,bhsd->bhtd", stable(s), v)
+
+
+def capped(q, k, v):
+    """Attention of which half of the weights are dropped after the softmax."""
+    wide = {"preferred_element_type": jnp.float32}
+    s = 20 * jnp.tanh(jnp.einsum("bhtd,bhsd->bhts", q, k, **wide) / 160)
+    kept = (jnp.arange(T // 4)[:, None] + jnp.arange(T // 4)) % 2
+    return jnp.einsum("bhts,bhsd->bhtd", (stable(s) * kept).astype(v.dtype), v)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("fun", "dtype", "numerics", "kernels"),
+    [
+        (banded, "bfloat16", "reassoc", 3),
+        (capped, "bfloat16", "reassoc", 3),
+        (banded, "float32", "reassoc", 3),
+        (banded, "float16", "reassoc", 4),  # TF32 would round its weights
+        (banded, "float16", "cancels", 3),
+    ],
+)
+def test_no_kernel_sums_the_derivative_of_the_normaliser(fun, dtype, numerics, kernels, inside):
+    """Σ_n p·(Σ_d dO·v) is Σ_d dO·(Σ_n p·v), of the result of the forward pass."""
+    options = {"device": "h200", "numerics": numerics}
+    attend = sym_optimize(fun, **options) if inside else fun
 
     def loss(q, k, v):
-        far = jnp.arange(1024)[:, None] - jnp.arange(1024)
-        s = jnp.where((far >= 0) & (far < 256), jnp.einsum("bhtd,bhsd->bhts", q, k), -jnp.inf)
-        return jnp.sum(jnp.einsum("bhts,bhsd->bhtd", stable(s), v).astype(jnp.float32) ** 2)
+        return jnp.sum(attend(q, k, v).astype(jnp.float32) ** 2)
 
-    args = arrays(128, 3, t=1024)
+    made = jax.grad(loss, (0, 1, 2))
+    made = made if inside else sym_optimize(made, **options)
     with planning_for(DEVICES["h200"]):
-        made = sym_optimize(jax.grad(loss, (0, 1, 2)), device="h200", numerics=numerics)
+        args = arrays(128, 3, t=T // 4, dtype=jnp.dtype(dtype))
         assert kernels_of(jax.make_jaxpr(made)(*args).jaxpr) == kernels
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_sum_for_the_normaliser_is_the_product_of_the_result(dtype):
+    """The forward pass has one product by values, in bfloat16 in two parts, at their precision."""
+
+    def loss(q, k, v):
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(capped(q, k, v).astype(jnp.float32) ** 2)
+
+    with planning_for(DEVICES["h200"]):
+        made = sym_optimize(jax.grad(loss, (0, 1, 2)), device="h200", kernels="always")
+        closed = jax.make_jaxpr(made)(*arrays(128, 3, t=T // 4, dtype=jnp.dtype(dtype)))
+    (forward, *_) = kernels_in(closed.jaxpr)
+    highest = [e.params["precision"] is not None for e in products_in(forward)]
+    assert highest == ([True, True] if dtype == "float32" else [True, False, False])
 
 
 @pytest.mark.parametrize("device", NO_KERNELS)
