@@ -5,27 +5,27 @@ python experiments/performance_fuzz/laws.py [--products 200] [--seed 1]
 *Products*: random sizes in four layouts. Fitted: seconds = call + max(flops / rate + operands /
 packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s` of `MemoryFacts`.
 *Steps*: a recurrent cell with its input's product inside the loop, before the loop, and left out;
-`product_s` and `step_s` of `LoopFacts`. *Pages*: a sum of arrays around the size that the allocator
-keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
-rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
-`row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's least entry,
-along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of differences in batches
-of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums over features with as
-many columns as rows; `square_repeats` of `FusionFacts`. *Repeated*: sums of rows, copied along an
-inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices with few columns,
-and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and `cached_rows` of
-`MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
+`product_s` and `step_s` of `LoopFacts`. *Scheduling*: cells by the number of their products;
+`scheduled_s` and `sequential_kernels` of `LoopFacts`. *Pages*: a sum of arrays around the size that
+the allocator keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k
+of short rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of
+features; `row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's
+least entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of
+differences in batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums
+over features with as many columns as rows; `square_repeats` of `FusionFacts`. *Repeated*: sums of
+rows, copied along an inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices
+with few columns, and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and
+`cached_rows` of `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
 product in the fusion and stored; `product_bytes` of `FusionFacts`. *Followed*: sums of differences
 with a function in their call and after it; `followed` and `followed_elements` of `FusionFacts`.
-*Tiles*: folds of sums over
-features; `chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and
-written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
-`conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
-left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a
-row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*:
-weighted means by a function of pairs, by the features of a value, and sums of squares of products
-by the features of a point; `library_features`, `library_shifted` and `square_features` of
-`FoldFacts`.
+*Tiles*: folds of sums over features; `chained` of `FoldFacts`. *Pieces*: slices of an array along
+its last axis, read and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length
+of X's rows; `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small
+matrices, the left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of
+short rows, with a row added to each and by themselves; `unrolled` and `unrolled_row` of
+`FunctionSteps`. *Streams*: weighted means by a function of pairs, by the features of a value, and
+sums of squares of products by the features of a point; `library_features`, `library_shifted` and
+`square_features` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -170,6 +170,21 @@ def steps(length: int = 200) -> None:
 
         a, b, c = (seconds_of(f, x, w, u) / length * 1e6 for f in (cell, before, bare))
         print(f"{rows:3} × {width:3}: {a:.3f} µs a step, before {b:.3f}, product {a - c:.3f}")
+
+
+def scheduling(length: int = 2000, width: int = 8) -> None:
+    """Print the times of steps by the number of small products in them, a kernel each."""
+    before = 0.0
+    for count in range(1, 10):
+        x, *ws = array(length, width), *[array(width, width) for _ in range(count)]
+
+        def states(x: Any, *ws: Any) -> Any:
+            step = lambda h, t: (jnp.tanh(sum(h @ w for w in ws) + t), None)  # noqa: E731
+            return lax.scan(step, x[0], x)[0]
+
+        took = seconds_of(states, x, *ws) / length
+        print(f"{count + 3:2} kernels: {took * 1e9:.0f} ns a step, {(took - before) * 1e9:+.0f}")
+        before = took
 
 
 def pages() -> None:
@@ -442,6 +457,7 @@ def main() -> None:
     products(12 if a.quick else a.products, a.seed)
     if not a.quick:
         steps()
+        scheduling()
         pages()
         search()
         features()

@@ -374,6 +374,7 @@ CPU = Device(
     loops=LoopFacts(
         product_s=0.4e-6,
         step_s=0.1e-6,
+        scheduled_s=0.35e-6 if jax.__version_info__ < (0, 11) else 0.0,
         kernel_operation_s=2e-9,
         steps_are_launches=False,
         cut_sums_are_slow=True,

@@ -320,6 +320,10 @@ class LoopFacts:
     hoists_invariants: bool = fact("XLA moves loop-invariant operations out of loops", False)
     product_s: float = quantity("s", "a product of matrices in a step, to begin", LAWS, 3e-6)
     step_s: float = quantity("s", "a step, beside its products", LAWS, 0.0)
+    scheduled_s: float = quantity("s", "a step of many kernels, beside them", LAWS, 0.0)
+    sequential_kernels: int = quantity(
+        "kernels", "that a step runs in order, beside the two of its counter", LAWS, 6
+    )
     kernel_operation_s: float = quantity("s", "in a step of a loop that is one kernel", STREAMS, 0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)

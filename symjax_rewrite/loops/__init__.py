@@ -11,7 +11,8 @@ Before: scan and while equations. After: loops that compute less in each step.
     detect    unrolled loops (`unrolled_detection`, `rerolling`, `stepwise_equations`), and trees of
               `associative_scan` (`associative_scan_detection`, `associative_scan_gradients`)
     change    one loop: `hoisting`, `joined_invariants`, `product_splitting`, `fusion`,
-              `storage_order`, `stream_folds`, as parts and candidates (`motion`, `changes`)
+              `storage_order`, `stream_folds`, as parts and candidates (`motion`, `changes`),
+              by the kernels of a step (`step_kernels`)
     gradient  forward and backward loops: `program_partition`, `rematerialization`,
               `sunk_operands`, `linear_zeros`
     passes    `loop_optimizer`, `bodies`, `paired_steps`, `differentiated_loops`, `affine_trees`

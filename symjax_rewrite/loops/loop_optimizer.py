@@ -38,6 +38,7 @@ from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import find_pairs, pair_parts
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
+from symjax_rewrite.loops.step_kernels import scheduling_seconds
 from symjax_rewrite.loops.storage_order import in_stored_order
 from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
@@ -258,7 +259,7 @@ class LoopSearch:
                 self.skipped[id(e.eqn)] = e.eqn
             yield refused(Obstacle.SHARE(LITTLE_WORK), e.eqn)
             return
-        found = self._fused(e)
+        found = self._fused(e, FUSION in self.passes)
         if found is None:
             return
         loop, saved = found
@@ -273,14 +274,29 @@ class LoopSearch:
             reason = f"a fold of {loop.length} steps runs at once"
             yield candidate(part, names=[BATCHING], reason=reason, seconds=fold.seconds)
             return
+        if saved and (unfused := self._unless_scheduled(e, loop, saved)):
+            loop, saved = unfused, 0.0
         yield from self._moved(e, loop, [why] if why else [], [FUSION] if saved else [])
 
-    def _fused(self, e: Equation) -> tuple[Loop, float] | None:
+    def _unless_scheduled(self, e: Equation, loop: Loop, saved: float) -> Loop | None:
+        """Return a loop as written, if its fused steps are scheduled for longer than is saved.
+
+        saved: bytes that the fused loop does not write.
+        """
+        device = self.device
+        scheduled_s = scheduling_seconds(loop, device)
+        if scheduled_s <= 2 * saved / device.bytes_per_s + device.page_seconds(saved):
+            return None
+        written = self._fused(e, False)
+        is_shorter = written is not None and not scheduling_seconds(written[0], device)
+        return written[0] if written is not None and is_shorter else None
+
+    def _fused(self, e: Equation, fuses: bool) -> tuple[Loop, float] | None:
         """Return an equation as a loop with others fused into it, and the bytes not written."""
         is_ruled = self.program.has_rules and _is_ruled(e.eqn)
         loop, saved = normal_loop(e, is_ruled), 0.0
         if loop is not None and isinstance(loop.length, int):
-            if FUSION in self.passes and not is_ruled:
+            if fuses and not is_ruled:
                 loop, saved = fused(loop, self.around, [e], self.device)
             self._find_constant_starts(loop)
             self._find_known_sources(loop)

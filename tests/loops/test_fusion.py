@@ -9,6 +9,10 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.loops.normalization import normal_loop
+from symjax_rewrite.loops.step_kernels import step_kernels
 from tests.programs import assert_close
 
 L, D, N = 256, 32, 16
@@ -121,3 +125,42 @@ def test_loops_whose_results_are_returned_are_not_fused(fun: Callable) -> None:
 
 def test_sums_over_the_steps_stay_outside() -> None:
     check(of_all_steps)
+
+
+def cell(width: int, fused: bool) -> tuple[Callable, jax.Array]:
+    """Squared distances of the states of a recurrent cell, computed in its steps or after them."""
+    draw = np.random.default_rng(0).normal
+    w, u, y = (jnp.asarray(draw(size=(n, width)) / 8, jnp.float32) for n in (8, width, 4))
+
+    def distances(h):
+        return jnp.sum((h[..., None, :] - y) ** 2, -1)
+
+    def f(x):
+        def step(h, t):
+            h = jnp.tanh(t @ w + h @ u)
+            return h, distances(h) if fused else h
+
+        out = lax.scan(step, jnp.zeros(width), x)[1]
+        return out if fused else distances(out)
+
+    return f, jnp.asarray(draw(size=(1320, 8)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("width", "fused", "count"), [(64, True, 7), (64, False, 5), (16, True, 5)]
+)
+def test_kernels_of_a_step_are_counted(width: int, fused: bool, count: int) -> None:
+    """The counts are those of the compiled program without the counter, jaxlib 0.10.2."""
+    fun, x = cell(width, fused)
+    loops = map(normal_loop, flatten(jax.make_jaxpr(fun)(x)).equations)
+    assert [step_kernels(loop) for loop in loops if loop is not None] == [count]
+
+
+@pytest.mark.skipif(not CPU.loops.scheduled_s, reason="this XLA runs any step in order")
+def test_fusion_leaves_steps_that_xla_would_schedule() -> None:
+    """A step of nine kernels takes twice the time of one of seven."""
+    for width, is_fused in ((64, False), (16, True)):
+        fun, x = cell(width, False)
+        optimised = sym_optimize(fun, device="cpu")
+        assert_close(jax.jit(fun)(x), optimised(x), 2e-4)
+        assert ("loop_fusion" in {r.name for r in optimised.explain(x).rules}) == is_fused
