@@ -25,7 +25,8 @@ matrices, the left one stored transposed; `batched_s` of `ProductLayouts`. *Func
 short rows, with a row added to each and by themselves; `unrolled` and `unrolled_row` of
 `FunctionSteps`. *Streams*: weighted means by a function of pairs, by the features of a value, and
 sums of squares of products by the features of a point; `library_features`, `library_shifted` and
-`square_features` of `FoldFacts`.
+`square_features` of `FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of
+`FoldFacts`.
 """
 
 from __future__ import annotations
@@ -448,6 +449,20 @@ def streams(rows: int = 8192, columns: int = 2232) -> None:
         print(f"{count}, {width:2} features: {1e9 * took / (rows * count):.2f} ns a pair")
 
 
+def lookups(count: int = 10_000, table: int = 128) -> None:
+    """Print the times of rows that are looked up, and of rows that are added by key."""
+    place = jnp.asarray(np.random.default_rng(0).integers(0, table, count))
+
+    def added(x: Any) -> Any:
+        return jnp.zeros((table, x.shape[1])).at[place].add(x, mode="promise_in_bounds")
+
+    for width in (1, 4, 16, 64, 256):
+        read = seconds_of(lambda x: x.at[place].get(mode="promise_in_bounds"), array(table, width))
+        keyed = seconds_of(added, array(count, width))
+        each = (f"{1e9 * took / (count * width):.2f}" for took in (read, keyed))
+        print(f"rows of {width:3}: {' and '.join(each)} ns an element")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -474,6 +489,7 @@ def main() -> None:
         batches()
         functions()
         streams()
+        lookups()
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ class FoldFacts:
         "s/piece", "contiguous pieces of blocks that loops read or write", LAWS, 0.0
     )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
-    least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 15)
+    least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 12)
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
@@ -283,6 +283,12 @@ class FoldFacts:
         "steps/row", "a row in memory that XLA's library reduces, beside its elements", LAWS, 0
     )
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
+    row_term: float = quantity(
+        "steps/element",
+        "further elements of a row that XLA looks up or adds by key",
+        LAWS,
+        12,
+    )
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)
     fold_keyed: float = quantity("steps/element", "a sum by key in a fold's block", FOLDS, 50)
     fold_row: float = quantity("steps", "a fold's top-k, for a block's row", FOLDS, 20_000)

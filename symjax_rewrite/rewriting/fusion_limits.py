@@ -121,7 +121,7 @@ def _reductions(
     ended: reductions whose results are stored, so that they end their calls.
     """
     facts, makers, users = r.facts, r.makers, r.users
-    products: dict[int, Candidate] = {}
+    stored = set[Equation]()
     for e in found:
         chain = r.chain(e.reads[0])
         if chain.steps < 2 or not chain.spread:
@@ -141,19 +141,30 @@ def _reductions(
             continue  # that product computes the reduction
         written_s = facts.stored_s * size_read(e) + r.device.page_seconds(4.0 * size_read(e))
         is_last = e in ended or not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
-        for v, repeated in chain.matrices.items():
-            for p in r.products(v):
-                made: Any = p.eqn.outvars[0].aval
-                if made.dtype not in DTYPES:
-                    continue
-                if any(
-                    _writes_pairs(p, r.program.avals[v].shape, u, is_last, facts) for u in repeated
-                ):
-                    seconds = row_s + written_s, row_s + facts.stored_s * made.size
-                    if r.pays(*seconds):
-                        part = _stored_result(p)
-                        products[p.outvals[0]] = candidate(RULE, p.where(), part, seconds)
-    yield from products.values()
+        made = [p for p in _products_inside(chain, is_last, r) if p not in stored]
+        seconds = row_s + written_s, row_s + facts.stored_s * sum(map(size_made, made))
+        if made and r.pays(*seconds):
+            first, *others = map(_stored_result, made)
+            one = candidate(RULE, made[0].where(), first, seconds)
+            yield replace(one, parts=(*one.parts, *others))
+            stored.update(made)
+
+
+def _products_inside(chain: Chain, is_last: bool, r: Fused) -> list[Equation]:
+    """Return the products in a fusion if XLA writes what it computes from one before it reduces.
+
+    It writes as much for any other that is left in the fusion. is_last: True if no operation of the
+    library follows in the fusion.
+    """
+    found, writes = dict[Equation, None](), False
+    for v, repeated in chain.matrices.items():
+        shape = r.program.avals[v].shape
+        for p in r.products(v):
+            made: Any = p.eqn.outvars[0].aval
+            if made.dtype in DTYPES:
+                found[p] = None
+                writes |= any(_writes_pairs(p, shape, u, is_last, r.facts) for u in repeated)
+    return [*found] if writes else []
 
 
 def _narrow_rows(

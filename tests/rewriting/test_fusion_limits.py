@@ -108,6 +108,11 @@ def test_products_in_fusions_that_write_what_reads_them_are_stored(
     assert read == (0 if CPU.fusions.product_bytes else expected)
 
 
+def test_all_products_of_a_fusion_that_writes_what_reads_one_are_stored() -> None:
+    ours = sym_optimize(lambda x, y: distances(x @ W, y @ W), device="cpu", kernels="off")
+    assert str(jax.make_jaxpr(ours)(LARGE, array(60, 64))).count(" reduce_precision[") == 2
+
+
 def test_a_product_against_itself_is_stored() -> None:
     assert stored(lambda x: distances(x @ W, x @ W), array(128, 64))
 

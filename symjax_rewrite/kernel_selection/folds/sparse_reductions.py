@@ -342,10 +342,16 @@ class SparseReductions:
 
 
 def _seconds(route: ClassRoute, device: Device) -> float:
-    """Return the seconds of a sum over nonzero places: lookups of its operands, and its sums."""
+    """Return the seconds of a sum over nonzero places: lookups of its operands, and its sums.
+
+    A lookup finds a row of all indices that the places do not depend on, and reads on.
+    """
     folds, made = device.folds, route.make
     assert isinstance(made, SparseSum)
-    size = made.columns.builder.sizes
-    places = math.prod(size[n] for n in made.columns.names)
-    each = folds.lookup * (1 + len(route.reads)) + (folds.keyed if COLUMN in made.names else 1.0)
-    return places * each / folds.fused_steps_per_s + device.launch_s
+    size, held = made.columns.builder.sizes, made.columns.place.axes
+    places = math.prod(size[n] for n in made.columns.names if n in held)
+    terms = math.prod(size[n] for n in made.columns.names)
+    lookups = 1 + len(route.reads)  # a kernel each
+    each = folds.lookup * lookups + (folds.keyed if COLUMN in made.names else 1.0)
+    steps = places * each + (terms - places) * min(each, folds.row_term)
+    return steps / folds.fused_steps_per_s + lookups * device.launch_s

@@ -172,6 +172,17 @@ def test_gradients_that_are_not_sparse_stay(name):
     assert_equivalent(sym_optimize(grad, kernels="always"), jax.jit(grad), X, Y, rtol=2e-5)
 
 
+@pytest.mark.usefixtures("one_device")
+def test_gradients_of_long_rows_are_taken_where_their_kernels_pay():
+    def taken_on_cpu(rows, width, columns):
+        grad = jax.grad(lambda x, y: jnp.sin(jnp.sort(x @ y.T, 1)[:, :2]).sum(), (0, 1))
+        report = sym_optimize(grad, device="cpu").explain(draw(rows, width), draw(columns, width))
+        return {r.name for r in report.routes if r.taken}
+
+    assert taken_on_cpu(165, 210, 128) == {"sparse", "selection"}
+    assert not taken_on_cpu(112, 8, 40)
+
+
 def test_small_sparse_gradients_stay():
     assert not [
         r
