@@ -463,6 +463,25 @@ def lookups(count: int = 10_000, table: int = 128) -> None:
         print(f"rows of {width:3}: {' and '.join(each)} ns an element")
 
 
+def inlined(length: int = 2000) -> None:
+    """Print the times of a step by its carry, and where XLA compiles step and loop as one."""
+    for width, operations in itertools.product((1, 8, 32, 64, 256, 1024), (1, 4, 16)):
+
+        def recurrence(h: Any, xs: Any, operations: int = operations) -> Any:
+            def step(h: Any, x: Any) -> Any:
+                for _ in range(operations):
+                    h = 0.9 * h + jnp.abs(h - x)
+                return h, h
+
+            return lax.scan(step, h, xs)[1]
+
+        h, xs = array(width), array(length, width)
+        text = jax.jit(recurrence).lower(h, xs).compile().as_text() or ""
+        kind = "one function" if "xla_cpu_small_call" in text else "kernels"
+        each = 1e9 * seconds_of(recurrence, h, xs) / length
+        print(f"{width:4} numbers, {operations:2} operations: {each:4.0f} ns a step, {kind}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -490,6 +509,7 @@ def main() -> None:
         functions()
         streams()
         lookups()
+        inlined()
 
 
 if __name__ == "__main__":

@@ -172,6 +172,16 @@ class Device:
             return self
         return replace(self, launch_s=self.loops.step_s)
 
+    def inlined_seconds(self, launches: float, step_bytes: float) -> float:
+        """Return the seconds that a step saves in a loop that is compiled as one kernel.
+
+        launches: kernels of the step, each priced as a step's. step_bytes: what they read and
+        write. The share rises from zero to one around the bound, so that prices have no jump.
+        """
+        bound = self.loops.inlined_bytes
+        share = min(max(4.5 - 4 * step_bytes / bound, 0.0), 1.0) if bound else 0.0
+        return share * launches * max(self.loops.step_s - self.loops.kernel_operation_s, 0.0)
+
     def peak(self, dtype: str, precision: object = None) -> float:
         """Return matmul operations per second.
 
@@ -376,6 +386,7 @@ CPU = Device(
         step_s=0.1e-6,
         scheduled_s=0.35e-6 if jax.__version_info__ < (0, 11) else 0.0,
         kernel_operation_s=2e-9,
+        inlined_bytes=1024 if jax.__version_info__ < (0, 12) else math.inf,
         steps_are_launches=False,
         cut_sums_are_slow=True,
         hoists_invariants=True,

@@ -16,6 +16,8 @@ from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_name
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 SYMBOLIC = 64  # value of a symbolic size
+JOINED_SUM = 2048  # elements, at most, that XLA's code of a loop sums without the library
+APART = ("sort", "top_k", "approx_top_k", "fft", "pallas_call")
 PLAIN = ELEMENTWISE | VIEWS | {"slice", "concatenate"}  # a step for each element of the result
 
 
@@ -131,6 +133,23 @@ def _has_vector(eqn: JaxprEqn) -> bool:
     )
 
 
+def runs_apart(eqn: JaxprEqn) -> bool:
+    """Return True if an equation, or one inside it, is a call that no loop is compiled with.
+
+    On CPUs these are products of matrices, sums of many elements, and sorts (`inlined_seconds`).
+    """
+    if bodies := jax_internals.bodies(eqn):
+        return any(runs_apart(e) for body in bodies for e in body.eqns)
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return not (_has_vector(eqn) or _is_outer(eqn))
+    if name.startswith("scatter"):
+        return aval_size(eqn.invars[1].aval) > len(shape_of(eqn.invars[0]))  # of one place, a write
+    if name.startswith("reduce_"):
+        return aval_size(eqn.invars[0].aval) > JOINED_SUM
+    return name.startswith(APART)
+
+
 def _copied_seconds(
     eqn: JaxprEqn, times: int, moving: tuple[int, ...], summed: bool, device: Device
 ) -> float:
@@ -140,6 +159,8 @@ def _copied_seconds(
     the longest axis takes some time. The other arguments are those of `equation_seconds`.
     """
     if eqn.primitive.name != "dot_general" or _has_vector(eqn):
+        return 0.0
+    if times == 1 and _is_outer(eqn):
         return 0.0
     (left, right), (_, batch) = eqn.params["dimension_numbers"]
     contracted = math.prod(map(_number, summed_sizes(eqn)))

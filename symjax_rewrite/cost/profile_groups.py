@@ -331,6 +331,7 @@ class LoopFacts:
         "kernels", "that a step runs in order, beside the two of its counter", LAWS, 6
     )
     kernel_operation_s: float = quantity("s", "in a step of a loop that is one kernel", STREAMS, 0)
+    inlined_bytes: float = quantity("bytes", "a loop is one kernel if a step moves less", LAWS, 0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)

@@ -17,7 +17,7 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
-from symjax_rewrite.cost.equation_cost import shape_of, sorting_seconds, summed_sizes
+from symjax_rewrite.cost.equation_cost import runs_apart, shape_of, sorting_seconds, summed_sizes
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.temporaries import fresh_seconds
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
@@ -342,7 +342,12 @@ def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     trips = trips_of(eqn)
     if trips is None:
         return UNKNOWN
-    return sum(bodies, start=Traffic(0, step_s)).times(trips, sample) + Traffic(0, fresh_s)
+    step = sum(bodies, start=Traffic(0, step_s))
+    if eqn.primitive.name in LOOPS and step.seconds is not None and step.bytes is not None:
+        saved_s = device.inlined_seconds(step.launches or 0.0, at_sample(step.bytes, sample))
+        if saved_s and not any(runs_apart(e) for b in bodies_run(eqn, device) for e in b.eqns):
+            step = replace(step, seconds=step.seconds - saved_s)
+    return step.times(trips, sample) + Traffic(0, fresh_s)
 
 
 def _moved(eqn: JaxprEqn) -> Dim:

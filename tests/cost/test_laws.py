@@ -1,6 +1,7 @@
 """Laws of prices: costs beside arithmetic and traffic, and operations without a cost."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -315,6 +316,52 @@ def test_a_kernel_in_a_step_costs_a_step_on_a_cpu_and_a_launch_on_a_gpu() -> Non
     on_cpu, on_gpu = (traffic(closed, d, {}).seconds for d in (CPU, DEVICES["h100"]))
     assert on_cpu is not None and on_cpu < 0.3 * 1000 * CPU.launch_s
     assert on_gpu is not None and on_gpu >= 1000 * DEVICES["h100"].launch_s
+
+
+def test_a_loop_over_few_numbers_is_one_kernel() -> None:
+    """A step of four states took 38 ns as one function, and one of three kernels 0.3 µs."""
+
+    def filtered(pi: Any, a: Any, b: Any) -> Any:
+        def step(p: Any, likelihood: Any) -> Any:
+            p = (p @ a) * likelihood
+            return p / jnp.sum(p), jnp.log(jnp.sum(p))
+
+        return lax.scan(step, pi, b)[1]
+
+    def step_s(states: int, count: int = 500) -> float:
+        shapes = (spec(states), spec(states, states), spec(count, states))
+        return (traffic(jax.make_jaxpr(filtered)(*shapes), CPU, {}).seconds or 0.0) / count
+
+    loops = CPU.loops
+    assert step_s(4) < loops.step_s / 2
+    if loops.inlined_bytes < math.inf:
+        assert step_s(64) > 2 * loops.step_s
+
+
+def test_a_product_of_matrices_is_no_part_of_its_loop() -> None:
+    """XLA calls its library in each step, so that the operations beside it are kernels."""
+
+    def cell(h: Any, w: Any) -> Any:
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, None, length=100)[0]
+
+    few, row = (jax.make_jaxpr(cell)(spec(n, 4), spec(4, 4)) for n in (2, 1))
+    apart, inside = (traffic(c, CPU, {}).seconds or 0.0 for c in (few, row))
+    assert inside < 100 * CPU.loops.step_s < apart
+
+
+def test_an_outer_product_of_a_step_stays_in_its_loop() -> None:
+    """The gradient of a cell of four states took 1.05 to 1.14 times as long with sums outside."""
+
+    def loss(w: Any, u: Any, b: Any, xs: Any) -> Any:
+        def step(h: Any, x: Any) -> Any:
+            h = jnp.tanh(w @ h + u @ x + b)
+            return h, h
+
+        return jnp.sum(lax.scan(step, jnp.zeros(w.shape[0]), xs)[1] ** 2)
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    assert not rewritten(gradient, (4, 4), (4, 3), (4,), (400, 3)).rules
+    assert rewritten(gradient, (64, 64), (64, 3), (64,), (400, 3)).rules
 
 
 def test_further_operations_of_a_kernel_cost_less_than_the_first_and_more_in_a_reduction() -> None:
