@@ -182,7 +182,7 @@ class Terms:
     @functools.cached_property
     def seconds(self) -> float:
         """Return the modelled seconds of the program."""
-        return self._in_order + self.model.spread_bytes(self.t) / self._device.bytes_per_s
+        return self._in_order + self._device.spread_seconds(self.model.spread_bytes(self.t))
 
     @functools.cached_property
     def seconds_by_order(self) -> float:

@@ -26,7 +26,7 @@ short rows, with a row added to each and by themselves; `unrolled` and `unrolled
 `FunctionSteps`. *Streams*: weighted means by a function of pairs, by the features of a value, and
 sums of squares of products by the features of a point; `library_features`, `library_shifted` and
 `square_features` of `FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of
-`FoldFacts`.
+`FoldFacts`. *Copies*: a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`.
 """
 
 from __future__ import annotations
@@ -482,6 +482,16 @@ def inlined(length: int = 2000) -> None:
         print(f"{width:4} numbers, {operations:2} operations: {each:4.0f} ns a step, {kind}")
 
 
+def copies(width: int = 2000) -> None:
+    """Print the rates at which the elements of a vector are repeated as rows and as columns."""
+    for rows in (200, 800, 1500, 3000):
+        x = array(rows)
+        for name, axis in (("rows", 1), ("columns", 0)):
+            shape = (rows, width) if axis else (width, rows)
+            took = seconds_of(lambda x, s=shape, k=1 - axis: lax.broadcast_in_dim(x, s, (k,)), x)
+            print(f"{4e-6 * rows * width:4.1f} MB as {name}: {4e-9 * rows * width / took:.0f} GB/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -510,6 +520,7 @@ def main() -> None:
         streams()
         lookups()
         inlined()
+        copies()
 
 
 if __name__ == "__main__":

@@ -166,6 +166,10 @@ class Device:
         share = min(max(16 * fresh_bytes / self.memory.kept_bytes - 15.5, 0.0), 1.0)
         return share * fresh_bytes / self.memory.fresh_bytes_per_s
 
+    def spread_seconds(self, written_bytes: float) -> float:
+        """Return the seconds of writing the copies of a smaller value, beside fresh memory."""
+        return written_bytes / max(self.memory.spread_bytes_per_s, self.bytes_per_s)
+
     def in_step(self) -> Device:
         """Return the profile of a loop's steps, which a CPU runs without handing out work."""
         if self.loops.steps_are_launches:
@@ -378,6 +382,7 @@ CPU = Device(
         cached_rows=1 << 21,
         constant_bytes=1 << 28,
         fresh_bytes_per_s=2e9,
+        spread_bytes_per_s=4e10,
         passes_of_write=2.0,
         beside=0.02,
     ),

@@ -152,6 +152,9 @@ class MemoryFacts:
         "bytes", "frozen values of a program; more: arguments", JUDGED, -1
     )
     fresh_bytes_per_s: float = quantity("bytes/s", "further temporaries", FOLDS, math.inf)
+    spread_bytes_per_s: float = quantity(
+        "bytes/s", "copies of a smaller value, which are written and not read", LAWS, 0.0
+    )
     passes_of_write: float = quantity("1", "passes over memory of a write", FACT, 1.0)
     beside: float = quantity(
         "1",
@@ -284,10 +287,7 @@ class FoldFacts:
     )
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
     row_term: float = quantity(
-        "steps/element",
-        "further elements of a row that XLA looks up or adds by key",
-        LAWS,
-        12,
+        "steps/element", "further elements of a row that XLA looks up or adds by key", LAWS, 12
     )
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)
     fold_keyed: float = quantity("steps/element", "a sum by key in a fold's block", FOLDS, 50)

@@ -237,7 +237,7 @@ def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffi
     fresh_s = fresh_seconds(t, terms.need, model, device)
     spread = model.spread_bytes(t)
     beside_s = repeated_seconds(t, terms.need, model) + _layout_seconds(t.program, device)
-    beside_s += spread / device.bytes_per_s
+    beside_s += device.spread_seconds(spread)
     moved = model.symbolic(t.graph, terms.choice, roots).bytes if t.dim_env else cost.bytes + spread
     natives = (equation_traffic(e.eqn, device, sample) for e in terms.equations())
     return sum(natives, start=Traffic(moved, cost.seconds + fresh_s + beside_s, cost.launches))

@@ -16,7 +16,7 @@ from symjax_rewrite.candidates import Candidate, Context
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import equation_seconds
-from symjax_rewrite.cost.product_layouts import copy_seconds
+from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
 from symjax_rewrite.ir.dataflow import Needed, node_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -41,6 +41,9 @@ class RepeatedProducts:
             return
         terms, device = context.terms(program), context.device
         for cls, before, after in _repeated(terms.t, terms.need, terms.model):
+            made = terms.t.maker_of(cls)
+            if made is not None and not margins.pays(before, after, "dominating", device):
+                before += layout_seconds(program, device, [made])
             if margins.pays(before, after, "dominating", device):
                 part = TermPart(terms.t, own=frozenset({cls}), across=device.slow_across)
                 yield candidate((REPEATED, REDUNDANCY), terms.t.where(cls), part, (before, after))
@@ -78,7 +81,7 @@ def _repeated(t: TermGraph, need: Needed, model: CostModel) -> Iterator[tuple[in
     """Yield classes of products that equations repeat, with seconds as written and done once."""
     products = {cls: e for cls in need.order if (e := repeats(t, cls)) is not None}
     ours, users = {id(e) for e in products.values()}, users_of(t.program.equations)
-    outputs = set(numbers(t.program.outputs))
+    outputs, device = set(numbers(t.program.outputs)), model.device
     for cls, e in products.items():
         _, k = t.made_by[cls]
         value, c = e.outvals[k], t.graph.classes[cls]
@@ -88,10 +91,10 @@ def _repeated(t: TermGraph, need: Needed, model: CostModel) -> Iterator[tuple[in
             views += [r.outvals[0] for r in users.get(v, ()) if r.name in VIEWS]
         readers = [r for v in views for r in users.get(v, ()) if id(r) not in ours]
         size = math.prod(map(model.at, t.sizes[value])) * itemsize(c.dtype)
-        pages = model.device.page_seconds(size)
+        pages = device.page_seconds(size)
         if not outputs.isdisjoint(views) or any(r.name not in SPREADING for r in readers):
-            after += copy_seconds(size, model.device) + pages
-        yield cls, equation_seconds(e.eqn, model.device) + pages, after
+            after += device.spread_seconds(size) + pages + device.launch_s
+        yield cls, equation_seconds(e.eqn, device) + pages, after
 
 
 def repeats(t: TermGraph, cls: int) -> Equation | None:

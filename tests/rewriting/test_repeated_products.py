@@ -21,6 +21,17 @@ def test_a_product_with_a_broadcast_number_is_a_sum(features):
     assert not any(v.aval.size == 1298**2 for e in products for v in e.invars), report
 
 
+@pytest.mark.parametrize("sizes", [(8, 912, 1816), (1057, 248, 8)])
+def test_a_gradient_that_repeats_a_vector_computes_the_vector_once(sizes):
+    rows, features, columns = sizes
+    gradient = jax.grad(lambda w, x: jnp.sum(x @ w))
+    shapes = (features, columns), (rows, features)
+    report = sym_optimize(gradient, device="cpu").explain(
+        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    )
+    assert report.after.flops <= 2 * rows * features, report
+
+
 def test_the_sum_gives_the_values_of_the_product():
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((600, 4)), jnp.float32) for _ in range(2))
