@@ -18,11 +18,14 @@ from symjax_rewrite.cost.library_calls import is_cut, is_known
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.cost.term_cost import CostModel, Facts
 from symjax_rewrite.cost.transposed_copies import copied_operands
-from symjax_rewrite.ir.dataflow import Needed, node_of, walk
+from symjax_rewrite.ir.dataflow import Needed, node_of, numbers, walk
 from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.primitives import VIEWS
 from symjax_rewrite.ir.term import CONST, NATIVE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 
+_LONGER = 1.5  # times the bytes held as written, at most, where fusions read values later
+_ORDERS = VIEWS - {"broadcast_in_dim"}  # of the elements of a value
 Span = tuple[float, int, int]  # bytes, and the first and the last level that holds them
 
 
@@ -83,23 +86,35 @@ def _are_named(made: list[Any]) -> bool:
 
 
 def may_hold_fresh(program: Program, device: Device) -> bool:
-    """Return False if what is live at once, with a copy of each value, is kept for the next call.
+    """Return False if what is live at once, with copies of operands, is kept for the next call.
 
-    Lifetimes are those of the program as written: it tells where a closer look is not worth while.
+    Results are outside the block, other orders of axes are no values of their own, and a product
+    copies no operand of two axes. Lifetimes are those of the program as written: it tells where a
+    closer look is not worth while.
     """
-    if _are_named([program.avals[v] for e in program.equations for v in e.outvals]):
+    equations, results = program.equations, {*numbers(program.outputs)}
+    if _are_named([program.avals[v] for e in equations for v in e.outvals]):
         return True
-    last = {v: n for n, e in enumerate(program.equations) for v in e.reads}
-    held = most = 0.0
+    products = (e for e in equations if e.name == "dot_general")
+    copied = {v for e in products for v in e.reads if len(program.avals[v].shape) > 2}
+    last: dict[int, int] = {}
+    for n, e in reversed([*enumerate(equations)]):
+        until = last.get(e.outvals[0], n) if e.name in _ORDERS else n
+        for v in e.reads:
+            last[v] = max(last.get(v, 0), until)
+    given = copied.difference([v for e in equations for v in e.outvals])
+    held = most = float(sum([aval_bytes(program.avals[v]) for v in given]))
     ends: dict[int, float] = {}
-    for n, e in enumerate(program.equations):
+    for n, e in enumerate(equations):
         for v in e.outvals:
-            size = float(aval_bytes(program.avals[v]))
-            held += size
-            ends[last.get(v, n)] = ends.get(last.get(v, n), 0.0) + size
+            count = (v not in results and e.name not in _ORDERS) + (v in copied)
+            if count:
+                size, until = count * aval_bytes(program.avals[v]), last.get(v, n)
+                held += size
+                ends[until] = ends.get(until, 0.0) + size
         most = max(most, held)
         held -= ends.pop(n, 0.0)
-    return device.page_seconds(2 * most) > 0
+    return device.page_seconds(_LONGER * most) > 0
 
 
 class Temporaries(NamedTuple):
