@@ -17,9 +17,9 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.light_programs import is_light
-from symjax_rewrite.cost.term_cost import Cost, CostModel
+from symjax_rewrite.cost.term_cost import BY_ORDER, Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
-from symjax_rewrite.ir.flat_program import Program, Value
+from symjax_rewrite.ir.flat_program import Equation, Program, Value
 from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.ir.sizes import Assumptions, value
 from symjax_rewrite.ir.term import LEAF
@@ -188,6 +188,12 @@ class Terms:
     def seconds_by_order(self) -> float:
         """Return the part of these seconds that follows from the orders of axes in memory."""
         return self._in_order - self._priced(CostModel(self._device, self.model.at))
+
+    def ordered_seconds(self, equations: Iterable[Equation]) -> float:
+        """Return the most seconds that some equations take for the order of axes in memory."""
+        g = self.t.graph
+        made = {self.t.view(v).cls for e in equations if e.name in BY_ORDER for v in e.outvals}
+        return sum([self.model.ordered_seconds(g, c, node_of(g, c)) for c in made])
 
     @functools.cached_property
     def _in_order(self) -> float:

@@ -175,26 +175,33 @@ def _beside_prices(
             groups[_group(c)].append(c)
     if not groups or device.layouts is None:
         return {}
-    copies, orders = variants.layout_s, context.terms(program).seconds_by_order
-    least, saved = least_copy_seconds(device), {}
-    for key, members in groups.items() if copies + orders > least else ():
-        if not margins.pays_beside(members, -copies - orders, device):  # not even without all
+    copies, terms = variants.layout_s, context.terms(program)
+    least, saved = least_copy_seconds(device), dict[object, tuple[float, float]]()
+    most = copies + terms.ordered_seconds(program.equations)
+    for key, members in groups.items():
+
+        def decides(saved_s: float, members: Sequence[Candidate] = members) -> bool:
+            return saved_s > least and margins.pays_beside(members, -saved_s, device)
+
+        if not decides(most):  # not even without all
             continue
         try:
-            near = layout_seconds(program, device, _beside(program, members)) + orders
-            if not margins.pays_beside(members, -near, device):
+            gone, others = _beside(program, members)
+            orders = terms.ordered_seconds(gone)
+            if not decides(layout_seconds(program, device, [*gone, *others]) + orders):
                 continue
             made = variants.of(members)
         except ConflictError:
             continue
-        gone = copies - layout_seconds(made, device)
-        by_order = orders - context.terms(made).seconds_by_order if gone > -least else 0.0
-        if gone + by_order > least and margins.pays_beside(members, -gone - by_order, device):
-            saved[key] = gone, by_order
+        fewer = copies - layout_seconds(made, device)
+        if decides(fewer + orders):
+            by_order = terms.seconds_by_order - context.terms(made).seconds_by_order
+            if fewer > -least and decides(fewer + by_order):
+                saved[key] = fewer, by_order
     return saved
 
 
-def _beside(program: Program, found: Sequence[Candidate]) -> list[Equation]:
+def _beside(program: Program, found: Sequence[Candidate]) -> tuple[list[Equation], list[Equation]]:
     """Return the equations that candidates replace or end, and other readers of their operands.
 
     Raises:
@@ -205,7 +212,7 @@ def _beside(program: Program, found: Sequence[Candidate]) -> list[Equation]:
     gone = [e for e in program.equations if left.isdisjoint(e.outvals)]
     read = {v for e in gone for v in e.reads}
     stay = [e for e in program.equations if not left.isdisjoint(e.outvals)]
-    return [*gone, *[e for e in stay if not read.isdisjoint(e.reads)]]
+    return gone, [e for e in stay if not read.isdisjoint(e.reads)]
 
 
 def _small(

@@ -38,7 +38,12 @@ def _number(size: Any) -> int:
 
 def aval_bytes(aval: Any) -> float:
     """Return the bytes of a value."""
-    return aval_size(aval) * itemsize(dtype_name(getattr(aval, "dtype", "float32")))
+    return _bytes(getattr(aval, "shape", ()), getattr(aval, "dtype", "float32"))
+
+
+@functools.lru_cache(1 << 12)
+def _bytes(shape: tuple[Any, ...], dtype: Any) -> float:
+    return elements(shape) * itemsize(dtype_name(dtype))
 
 
 def equation_seconds(

@@ -82,7 +82,8 @@ def may_be_fresh(program: Program, device: Device) -> bool:
 
 def _are_named(made: list[Any]) -> bool:
     """Return True if values have named sizes."""
-    return any(not isinstance(n, int) for x in made for n in getattr(x, "shape", ()))
+    shapes = {getattr(x, "shape", ()) for x in made}
+    return any(not isinstance(n, int) for shape in shapes for n in shape)
 
 
 def may_hold_fresh(program: Program, device: Device) -> bool:
@@ -95,22 +96,27 @@ def may_hold_fresh(program: Program, device: Device) -> bool:
     equations, results = program.equations, {*numbers(program.outputs)}
     if _are_named([program.avals[v] for e in equations for v in e.outvals]):
         return True
-    products = (e for e in equations if e.name == "dot_general")
-    copied = {v for e in products for v in e.reads if len(program.avals[v].shape) > 2}
+    avals = program.avals
     last: dict[int, int] = {}
+    copies: dict[int, float] = {}
     for n, e in reversed([*enumerate(equations)]):
         until = last.get(e.outvals[0], n) if e.name in _ORDERS else n
         for v in e.reads:
-            last[v] = max(last.get(v, 0), until)
-    given = copied.difference([v for e in equations for v in e.outvals])
-    held = most = float(sum([aval_bytes(program.avals[v]) for v in given]))
+            if v not in last or last[v] < until:
+                last[v] = until
+            if e.name == "dot_general" and len(avals[v].shape) > 2:
+                copies[v] = aval_bytes(avals[v])
     ends: dict[int, float] = {}
+    made = {v for e in equations for v in e.outvals}
+    held = most = sum([size for v, size in copies.items() if v not in made])
     for n, e in enumerate(equations):
         for v in e.outvals:
-            count = (v not in results and e.name not in _ORDERS) + (v in copied)
-            if count:
-                size, until = count * aval_bytes(program.avals[v]), last.get(v, n)
+            size = copies.get(v, 0.0)
+            if v not in results and e.name not in _ORDERS:
+                size += aval_bytes(avals[v])
+            if size:
                 held += size
+                until = last.get(v, n)
                 ends[until] = ends.get(until, 0.0) + size
         most = max(most, held)
         held -= ends.pop(n, 0.0)

@@ -406,6 +406,13 @@ class CostModel:
             self._steps_unrolled(made, slow * functions),
         )  # fmt: skip
 
+    def ordered_seconds(self, g: EGraph, cls: int, node: Node) -> float:
+        """Return the most seconds that a node takes for the order of its axes in memory."""
+        found = self.facts_of(g, cls, node)
+        plain = Facts(node, (), (), *self._numbers_of(g, cls, node, None))
+        steps = found.work.functions + found.unrolled - plain.work.functions
+        return (1 + self.device.memory.beside) * steps / self.device.folds.fused_steps_per_s
+
     def _steps_by_order(self, made: Equation, functions: float, space: float) -> float:
         """Return the steps of an equation that follow from the order of its axes in memory.
 

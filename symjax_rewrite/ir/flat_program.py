@@ -151,7 +151,7 @@ def inline(
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         invals = tuple([a if isinstance(a, literal) else env[a] for a in eqn.invars])
-        if name in FOLDABLE:
+        if name in FOLDABLE and type(invals[0]) is not int:
             numbers = [v for v in invals if isinstance(v, literal)]
             number = folded(eqn, numbers) if len(numbers) == len(invals) else None
             if number is not None:
@@ -161,7 +161,7 @@ def inline(
         for var in eqn.outvars:
             env[var] = len(avals)
             avals.append(var.aval)
-        outvals = tuple(range(first, len(avals)))
+        outvals = (first,) if len(avals) == first + 1 else tuple(range(first, len(avals)))
         same_as: tuple[Value, ...] = ()
         if name == "cond" and jax_internals.platform_branches(eqn):
             same_as = _one_implementation(program, eqn, invals)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.candidates import Terms
 from symjax_rewrite.cost import term_cost
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.node_steps import functions_of
@@ -19,6 +20,7 @@ from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import needed, node_of
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import MAP, Node
 from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.reports.program_cost import traffic
@@ -463,3 +465,19 @@ def test_a_diagonal_is_a_small_part_of_a_matrix() -> None:
         return jnp.mean(jnp.corrcoef(x, rowvar=False) ** 2)
 
     assert not rewritten(redundancy, (75, 256)).rules
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.sum(jnp.exp(x), 0) * jnp.sum(x, 0),
+        lambda x: jnp.tanh(x[:, None, :3] - jnp.max(x, 1)[:, None, None]) * jnp.min(x),
+    ],
+)
+def test_the_order_of_axes_costs_no_more_than_its_equations_say(fun: Any) -> None:
+    program = flatten(jax.make_jaxpr(fun)(spec(3000, 40)))
+    t = build(program)
+    need, model = needed(t), CostModel(CPU, lambda n: value(n, {}), terms=t)
+    terms = Terms(t, need, set(), [{}], model)
+    assert 0 < terms.seconds_by_order <= terms.ordered_seconds(program.equations)
+    assert terms.ordered_seconds(program.equations[:0]) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
-from symjax_rewrite.cost.temporaries import FreshMemory, temporaries_of
+from symjax_rewrite.cost.temporaries import FreshMemory, may_hold_fresh, temporaries_of
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.reports.program_cost import ProgramTerms
 
@@ -74,6 +74,18 @@ def test_the_block_is_as_large_as_xla_makes_it(fun: Any, differentiated: bool, o
     found = temporaries_of(terms.t, terms.need, terms.model(CPU, {})).bytes()
     made: Any = jax.jit(fun).lower(*specs).compile().memory_analysis()
     assert found == pytest.approx(made.temp_size_in_bytes, rel=off)
+
+
+@pytest.mark.parametrize(
+    ("head", "fresh"),
+    [
+        (lambda x, w: jnp.tanh(x) @ w.T, False),  # as of a language model
+        (lambda x, w: jnp.sum(jnp.tanh(jnp.tanh(x) @ w.T), 1), True),
+    ],
+)
+def test_results_and_transposed_weights_are_not_in_the_block(head: Any, fresh: bool) -> None:
+    specs = [jax.ShapeDtypeStruct((n, 200), "float32") for n in (200, 50_000)]
+    assert may_hold_fresh(flatten(jax.make_jaxpr(head)(*specs)), CPU) == fresh
 
 
 @pytest.mark.parametrize(("points", "features", "taken"), [(300, 24, False), (200, 24, True)])
