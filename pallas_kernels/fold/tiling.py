@@ -243,7 +243,7 @@ TRITON_CUTS = (  # one contraction: attention forward
     TritonCut(256, _cut(64, 64, 4, 3), _cut(128, 64, 8, 3)),
     TritonCut(512, _cut(64, 64, 4, 3), _cut(128, 64, 8, 3)),
     TritonCut(1024, _cut(64, 64, 4, 3), _cut(32, 32, 4, 3)),
-    TritonCut(1536, _cut(64, 32, 8, 2), _cut(64, 32, 8, 2)),
+    TritonCut(1536, _cut(64, 32, 4, 3), _cut(64, 32, 8, 2)),
     TritonCut(4096, _cut(32, 32, 8, 2), _cut(32, 32, 8, 2)),
 )
 TRITON_PAIRED_CUTS = (  # several contractions: gradients of attention

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +253,7 @@ class Kernel:
             if term.round_to is not None:
                 p = p.astype(term.round_to)
             elif w.ndim == 2 and p.dtype == jnp.float32 and in_two_parts(self.spec, term):
-                return _dot_in_two_parts(p, w)
+                return _ProductInTwoParts(p, w)
             dtype = jax_internals.joint_dtype(p.dtype, w.dtype)
             if w.ndim == 1:
                 total = accumulator(dtype)
@@ -524,11 +524,18 @@ def _told(output: Output, state: State, factor: float) -> State:
     return (top, *state[1:])
 
 
-def _dot_in_two_parts(a: Array, b: Array) -> Array:
-    """Return `a @ b` of f32 and bf16; the bf16 rounding error of `a` is multiplied too.
+class _ProductInTwoParts(NamedTuple):
+    """`a @ b` of f32 and bf16, added to a sum; the bf16 rounding error of `a` is multiplied too.
 
     Two products in bf16 take the time of one in TF32, whose mantissa has 3 bits more than bf16's.
+    Both accumulate onto the sum, so that it is the only one that registers hold.
     """
-    high = a.astype(b.dtype)
-    rest = jnp.where(lax.is_finite(high), a - high.astype(a.dtype), jnp.zeros_like(a))
-    return dot(high, b) + dot(rest.astype(b.dtype), b)
+
+    a: Array
+    b: Array
+
+    def __radd__(self, total: Array) -> Array:
+        a, b = self
+        high = a.astype(b.dtype)
+        rest = jnp.where(lax.is_finite(high), a - high.astype(a.dtype), jnp.zeros_like(a))
+        return total + dot(high, b) + dot(rest.astype(b.dtype), b)
