@@ -74,11 +74,11 @@ def layout_seconds(
 
     within: the equations that count; None for all.
     """
-    across_s = _across_seconds(program, device, program.equations if within is None else within)
+    across_s = across_seconds(program, device, program.equations if within is None else within)
     return transposed_seconds(program, device, within) + across_s
 
 
-def _across_seconds(program: Program, device: Device, within: Collection[Equation]) -> float:
+def across_seconds(program: Program, device: Device, within: Collection[Equation]) -> float:
     """Return the seconds that products take longer since they read operands across their rows.
 
     within: the products that count. Of products in batches nothing is known.

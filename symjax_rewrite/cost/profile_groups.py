@@ -152,9 +152,7 @@ class MemoryFacts:
         "bytes", "frozen values of a program; more: arguments", JUDGED, -1
     )
     fresh_bytes_per_s: float = quantity("bytes/s", "further temporaries", FOLDS, math.inf)
-    spread_bytes_per_s: float = quantity(
-        "bytes/s", "copies of a smaller value, which are written and not read", LAWS, 0.0
-    )
+    spread_bytes_per_s: float = quantity("bytes/s", "copies of a smaller value", LAWS, 0.0)
     passes_of_write: float = quantity("1", "passes over memory of a write", FACT, 1.0)
     beside: float = quantity(
         "1",

@@ -33,6 +33,7 @@ from symjax_rewrite.kernel_selection.folds.written_price import (
     seconds_whole,
 )
 from symjax_rewrite.kernel_selection.folds.written_terms import (
+    across_pairs_seconds,
     copied_bytes,
     is_all_in_library,
     is_arithmetic,
@@ -107,6 +108,7 @@ def compared(
     whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, fast)
     fresh_s = calls * device.page_seconds(fresh)
     whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
+    whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)
     return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
 
 

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import KNOWN, is_cut, is_known
 from symjax_rewrite.cost.node_steps import is_inverse_power
+from symjax_rewrite.cost.placed_products import across_seconds, is_product
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
@@ -198,6 +199,13 @@ def transposed_pairs_seconds(t: TermGraph, cluster: Cluster, device: Device) -> 
     inner = {v for c in cluster.classes()[0] for v in t.values_of(c)}
     copies = [e for e in t.program.equations if e.name == "transpose" and e.outvals[0] in inner]
     return transposed_seconds(t.program, device, copies) if copies else 0.0
+
+
+def across_pairs_seconds(t: TermGraph, cluster: Cluster, device: Device) -> float:
+    """Return the seconds that a cluster's products take longer since they read across rows."""
+    made = (t.maker_of(m.reduction.cls) for m in cluster.members)
+    products = [e for e in dict.fromkeys(made) if e is not None and is_product(e)]
+    return across_seconds(t.program, device, products) if products else 0.0
 
 
 def is_masked(choice: Mapping[int, Node], classes: Iterable[int]) -> bool:

@@ -404,3 +404,14 @@ def test_pairs_that_xla_transposes_pay_for_it():
     shapes = (33, 435, 16), (435, 16), (435, 435)
     assert takes_fold(attention, (435, 16), *shapes)
     assert not takes_fold(attention, (33, 435, 16), *shapes)
+
+
+@pytest.mark.parametrize(("across", "taken"), [(False, False), (True, True)])
+def test_a_fold_saves_reads_across_the_rows_of_its_pairs(across, taken):
+    """Predicted and measured 0.27 of the time of the product pᵀ y."""
+
+    def weighted(x, y):
+        p = jax.nn.sigmoid(x @ y.T)
+        return (p.T if across else p) @ y
+
+    assert takes_fold(weighted, (512, 4), (512, 4)) is taken
