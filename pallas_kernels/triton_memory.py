@@ -129,9 +129,12 @@ def _member_bytes(spec: NormSpec, blocks: NormBlocks, gpu: Gpu) -> int:
     rows, outputs, step = blocks.rows, blocks.outputs, blocks.step
     factor, waiting = _itemsize(spec.factor), max(blocks.stages - 1, 1)
     multiplied, changed = _left_reads(spec)
-    total = waiting * rows * step * sum(_itemsize(spec.pairs[k]) for k in multiplied)
-    total += waiting * step * sum(map(_itemsize, spec.columns))
     made = spec.gain is not None or any(w != spec.factor for w in spec.weights)
+    # The pipeliner of Triton in JAX 0.11 holds x for the later of two products longer.
+    longer = len(spec.weights) > 1 and not made
+    held = blocks.stages + gpu.reads_products_from_memory if longer else waiting
+    total = held * rows * step * sum(_itemsize(spec.pairs[k]) for k in multiplied)
+    total += waiting * step * sum(map(_itemsize, spec.columns))
     depth = waiting if made else buffers(blocks.stages, gpu)
     total += depth * step * outputs * sum(map(_itemsize, spec.weights))
     written = changed or _multiplies_from_tensor_memory(gpu)

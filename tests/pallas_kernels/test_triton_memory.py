@@ -195,6 +195,13 @@ def test_blocks_of_an_h200_are_those_of_the_table(described):
             assert norm_cut(group) == norm_blocks(group)
 
 
+@pytest.mark.parametrize(("kind", "asked"), [("L4", 114_688), ("A100", 114_688), ("H200", 163_840)])
+def test_two_products_hold_their_operand_longer(kind, asked):
+    """The compiler's requests on JAX 0.11.2; it asks for less on 0.10.2."""
+    group = NormGroup((NORMS["bfloat16 4096 gated "],))
+    assert asked <= norm_bytes(group, norm_blocks(group), GPUS[kind]) < 1.05 * asked
+
+
 def test_blocks_that_do_not_fit_become_smaller(described):
     wide = FOLDS["float32 128 forward"]
     with described("L4"):
