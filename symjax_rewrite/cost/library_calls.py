@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.term import Node
 
 KNOWN = frozenset(
     "abs add add_any ceil convert_element_type cosh div erf exp exp2 expm1 floor integer_pow log"
@@ -20,16 +22,28 @@ KNOWN = frozenset(
 if jax.__version_info__ >= (0, 11):
     KNOWN |= {"sin", "cos", "tan"}
 ENDS = frozenset({"min", "max"})
+LACKING = {  # by operation, those whose results it has not
+    "convert_element_type": frozenset("and eq ge gt is_finite le lt ne not or xor".split()),
+    **{end: ENDS - {end} for end in ENDS},
+}
 REDUCED = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
 WHOLE_ROW = 32  # elements: XLA reduces longer rows of integers in pieces, out of memory
 
 
 def is_known(name: str, operands: Iterable[str]) -> bool:
-    """Return True for an operation that the library has; it has no clamp.
+    """Return True for an operation that the library has; it has no clamp and no truth values.
 
     operands: names of the operations that compute its operands.
     """
-    return name in KNOWN and not (name in ENDS and any(x in ENDS - {name} for x in operands))
+    return name in KNOWN and (name not in LACKING or LACKING[name].isdisjoint(operands))
+
+
+def is_outside(node: Node, operands: Iterable[str]) -> bool:
+    """Return True for a term that a call reads: the library cannot compute it.
+
+    operands: names of the functions that compute its operands.
+    """
+    return node.op == op.DELTA or (node.op == op.MAP and not is_known(node.attr[0], operands))
 
 
 def is_cut(e: Equation) -> bool:

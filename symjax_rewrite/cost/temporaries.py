@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.cost.library_calls import is_cut, is_known
+from symjax_rewrite.cost.library_calls import is_cut, is_outside
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.cost.term_cost import CostModel, Facts
 from symjax_rewrite.cost.transposed_copies import copied_operands
@@ -225,12 +225,10 @@ def _stored_for_calls(facts: dict[int, Facts], stored: set[int]) -> set[int]:
         fused = [a for a in facts[cls].args if a not in stored]
         return [(a, a if facts[a].bytes < facts[whole].bytes else whole) for a in fused]
 
-    def is_unknown(cls: int) -> bool:
-        inner = [facts[a].function for a in facts[cls].args]
-        return bool(facts[cls].function) and not is_known(facts[cls].function, inner)
-
     called = {a for f in facts.values() if f.is_called for a in f.args if a not in stored}
-    return {whole for cls, whole in walk([(a, a) for a in called], below) if is_unknown(cls)}
+    found = ((facts[c], whole) for c, whole in walk([(a, a) for a in called], below))
+    inner = lambda f: [facts[a].function for a in f.args]  # noqa: E731
+    return {whole for f, whole in found if is_outside(f.node, inner(f))}
 
 
 def _operands(c: int, facts: dict[int, Facts], stored: set[int]) -> list[int]:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import is_known, is_product_with_vector
+from symjax_rewrite.cost.library_calls import is_outside, is_product_with_vector
 from symjax_rewrite.cost.node_steps import (
     VECTORISED,
     ElementwiseWork,
@@ -491,16 +491,17 @@ class CostModel:
         take longer.
         """
         read: dict[tuple[int, bool], float] = {}
-        called: dict[int, int] = {}  # values of calls; values stored where calls cannot
-        stored: set[int] = set()
+        called: set[int] = set()  # values of calls
+        stored: set[int] = set()  # values that calls cannot compute
         inlined = fresh_s = 0.0
         stack = [root]
         inside = {root}
         for cls in stack:
             f = facts[cls]
-            if cls in called and f.function:
-                inner = [facts[a].function for a in f.args]
-                stored.update(() if is_known(f.function, inner) else (called[cls],))
+            in_call = f.is_called or cls in called
+            if cls in called and is_outside(f.node, [facts[a].function for a in f.args]):
+                stored.add(cls)
+                in_call = False
             for arg in f.args:
                 below = facts[arg]
                 if below.node.op == op.CONST:
@@ -519,10 +520,7 @@ class CostModel:
                 elif arg not in inside:
                     inside.add(arg)
                     stack.append(arg)
-                    if f.is_called or cls in called:
-                        whole = called.get(cls, arg)
-                        is_part = f.is_called or below.bytes < facts[whole].bytes
-                        called[arg] = arg if is_part else whole
+                    called.update((arg,) if in_call else ())
         work = _work_of([facts[c] for c in stack], [facts[c] for c, _ in read])
         made, flops = facts[root].bytes, facts[root].flops
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead

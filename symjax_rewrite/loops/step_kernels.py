@@ -23,10 +23,8 @@ READ_IN_PLACE = ELEMENTWISE | VIEWS | REDUCED | {"slice", "concatenate", "iota",
 def step_kernels(loop: Loop) -> int:
     """Return about the number of kernels of a step, beside the two of its counter.
 
-    They are those of its products, results and carries.
-
-    A reduction of long rows is cut in pieces, so that its operand is stored. XLA moves
-    loop-invariant values out.
+    They are those of its products, results and carries. A reduction of long rows is cut in pieces,
+    so that its operand is stored. XLA moves loop-invariant values out.
     """
     makers, level = makers_of(loop.body.equations), loop.levels()
 
@@ -50,8 +48,8 @@ def _is_alone(e: Equation) -> bool:
     """Return True for an equation that is not computed in the kernel of its reader."""
     if e.name not in REDUCED:
         return e.name not in READ_IN_PLACE
-    shape = shape_of(e.eqn.invars[0])
-    return math.prod(shape[k] for k in e.eqn.params["axes"]) > WHOLE_ROW
+    rows = [shape_of(e.eqn.invars[0])[k] for k in e.eqn.params["axes"]]
+    return not all(isinstance(n, int) for n in rows) or math.prod(rows) > WHOLE_ROW
 
 
 def scheduling_seconds(loop: Loop, device: Device) -> float:

@@ -179,6 +179,35 @@ def test_prices_have_no_jump_where_memory_is_not_kept() -> None:
     assert seconds[-1] > 3 * (1 << 25) * 12 / CPU.bytes_per_s
 
 
+def test_operands_that_a_call_cannot_compute_are_stored() -> None:
+    """XLA writes identities, comparisons and selections as numbers, and sums these."""
+    n = 5000
+
+    def square(x: Any) -> Any:
+        return (x[:, None] - x) ** 2
+
+    stored = (
+        lambda x: jnp.eye(len(x)),
+        lambda x: (x[:, None] < x).astype(jnp.float32),
+        lambda x: jnp.where(x[:, None] < x, x, 1.0),
+        lambda x: jnp.tanh(square(x)) * (x[:, None] < x),
+    )
+    for fun, count in ((square, 0), *[(f, 1) for f in stored]):
+        closed = jax.make_jaxpr(lambda x, f=fun: jnp.sum(f(x), 0))(spec(n))
+        seconds = traffic(closed, CPU, {}).seconds or 0.0
+        assert seconds // CPU.page_seconds(4 * n * n) == count
+
+
+def test_a_product_with_differences_of_identities_is_no_sum() -> None:
+    """The sum of columns stores both identities, and took 1.1 times the time of the product."""
+
+    def differences(x: Any) -> Any:
+        return jnp.sum((jnp.eye(len(x)) - jnp.eye(len(x), k=1)) @ x)
+
+    found = sym_optimize(jax.grad(differences), device="cpu").explain(spec(3917, 8))
+    assert "contraction_order" not in {r.name for r in found.rules}
+
+
 @pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))
 def test_gpus_pay_neither_copies_nor_pages(name: str) -> None:
     device = DEVICES[name]
