@@ -197,7 +197,7 @@ def test_blocks_of_an_h200_are_those_of_the_table(described):
 
 @pytest.mark.parametrize(("kind", "asked"), [("L4", 114_688), ("A100", 114_688), ("H200", 163_840)])
 def test_two_products_hold_their_operand_longer(kind, asked):
-    """The compiler's requests on JAX 0.11.2; it asks for less on 0.10.2."""
+    """The compiler's requests on JAX 0.11.2; on 0.12 it asks for less."""
     group = NormGroup((NORMS["bfloat16 4096 gated "],))
     assert asked <= norm_bytes(group, norm_blocks(group), GPUS[kind]) < 1.05 * asked
 
