@@ -1,7 +1,7 @@
 """Gain of loops over the steps by states whose longest axis is innermost, on this CPU.
 
 Times loops of many widths as written and in that form, and fits the rates of
-`symjax_rewrite.cost.profile_groups.StepLoops`.
+`symjax_rewrite.cost.loop_facts.StepLoops`.
 
 python experiments/selective_scan/turns.py             # prints the table and the rates
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.cost.profile_groups import StepLoops
+from symjax_rewrite.cost.loop_facts import StepLoops
 
 NARROW = (2, 4, 8, 16, 24, 32)
 LONG = (32, 64, 256, 1024, 4096)

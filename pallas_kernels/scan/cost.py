@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.profile_groups import SLOW_MAPS, StepLoops
+from symjax_rewrite.cost.loop_facts import StepLoops
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.pallas_kernels.scan.spec import (
     ScanSpec,

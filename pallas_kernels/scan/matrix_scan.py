@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.cost.profile_groups import ChunkedMatrices
+from symjax_rewrite.cost.loop_facts import ChunkedMatrices
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.scan.xla import walk
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from symjax_rewrite.cost import core_scaling
+from symjax_rewrite.cost.loop_facts import ChunkedMatrices, LoopFacts, ScanFacts, StepLoops
 from symjax_rewrite.cost.profile_fields import (
     DATASHEET,
     FACT,
@@ -29,21 +30,17 @@ from symjax_rewrite.cost.profile_fields import (
 )
 from symjax_rewrite.cost.profile_groups import (
     BandedBlocks,
-    ChunkedMatrices,
     ColumnReductionFacts,
     ColumnScanFacts,
     FoldFacts,
     FunctionSteps,
     FusionFacts,
-    LoopFacts,
     Margins,
     MemoryFacts,
     NormFacts,
     ProductLayouts,
-    ScanFacts,
     SearchBounds,
     SortFacts,
-    StepLoops,
 )
 from symjax_rewrite.cost.profile_paths import figures, value_of, with_value
 from symjax_rewrite.errors import UsageError, choice

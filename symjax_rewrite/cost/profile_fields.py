@@ -11,6 +11,7 @@ JUDGED = "judged"  # a bound that was set by hand
 NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
 STREAMS = "experiments/top_k/streams.py"
+TREES = "experiments/selective_scan/trees.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
 LAWS = "experiments/performance_fuzz/laws.py"

@@ -55,7 +55,7 @@ class AffineTrees(LoopPass):
             reason = Obstacle.ROUNDING("as loops it would round in another order")
             yield from (refused(reason, eqn) for eqn in eqns)
             return
-        form, prices = "loops", [_seconds_of_loops(program, d, device) for d in found]
+        form, prices = "loops", [_seconds_of_loops(around, d, device) for d in found]
         if device.loops.steps_are_launches:
             form = "kernels"
             prices = _seconds_of_kernels(around, found, context, self.routes(context))
@@ -97,7 +97,7 @@ def _seconds_of_kernels(
         return None
     if before_s is None or after_s is None:
         return None if context.options.kernels == "auto" else [None] * len(found)
-    trees = [tree_seconds(_replaced(program, d), device) for d in found]
+    trees = [tree_seconds(around, d.prefix, _replaced(program, d), device) for d in found]
     share = (after_s - before_s) / max(sum(trees), device.launch_s)
     return [(tree_s, share * tree_s) for tree_s in trees]
 
@@ -118,8 +118,10 @@ def keeps_trees(closed: ClosedJaxpr, device: Device) -> bool:
         return False
     program = flatten(jax_internals.without_dead(closed))
     prefixes = find_prefixes(program)
-    found = find_differentiated(Surroundings(program), prefixes) if prefixes else []
-    costs = [_seconds_of_loops(program, d, device) for d in found]
+    if not prefixes:
+        return False
+    around = Surroundings(program)
+    costs = [_seconds_of_loops(around, d, device) for d in find_differentiated(around, prefixes)]
     return sum(margins.pays(*seconds, "tree", device) for seconds in costs) < len(prefixes)
 
 
@@ -129,11 +131,13 @@ def _replaced(program: Program, d: Differentiated) -> list[Equation]:
     return [e for e in d.equations() if live.isdisjoint(e.outvals)]
 
 
-def _seconds_of_loops(program: Program, d: Differentiated, device: Device) -> Seconds:
+def _seconds_of_loops(around: Surroundings, d: Differentiated, device: Device) -> Seconds:
     """Return the seconds of a tree and its cotangents, and of the loops that replace them."""
+    program = around.program
     whole = aval_bytes(program.avals[d.prefix.out])
     moved = (4 + 5 * len(d.back)) * whole  # read: a, b; a, g, states. written: states twice; a, b
     steps = (1 + len(d.back)) * d.prefix.length
-    return tree_seconds(
-        _replaced(program, d), device
-    ), moved / device.bytes_per_s + 2 * device.launch_s * steps
+    step_s = device.loops.step_s - device.inlined_seconds(1, 2 * moved / max(steps, 1))
+    fresh_s = (1 + len(d.back)) * device.page_seconds(whole)
+    loops_s = moved / device.bytes_per_s + steps * step_s + fresh_s
+    return tree_seconds(around, d.prefix, _replaced(program, d), device), loops_s

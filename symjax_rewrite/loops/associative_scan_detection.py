@@ -73,6 +73,11 @@ class Prefix:
         return replace(self, products=None, layouts=self.layouts[:1], equations=tuple(own))
 
 
+def _is_same_dtype(e: Equation) -> bool:
+    """Return True for a conversion that only makes a weak type a strong one."""
+    return e.eqn.params["new_dtype"] == getattr(e.eqn.invars[0].aval, "dtype", None)
+
+
 class Evaluator:
     """Evaluates the values of a program as polynomials, at the same points.
 
@@ -104,6 +109,8 @@ class Evaluator:
         x, *rest = found
         if x is None or x.others:
             return []
+        if e.name == "convert_element_type" and _is_same_dtype(e):
+            return [x]
         if e.name == "transpose":
             order = e.eqn.params["permutation"]
             layout = tuple(x.layout[i] for i in order)

@@ -19,7 +19,7 @@ from jax import numpy as jnp
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.jax_internals import JaxprEqn
@@ -42,11 +42,27 @@ Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed o
 Step = Callable[[Array, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
-def tree_seconds(equations: Sequence[Equation], device: Device) -> float:
-    """Return the predicted seconds of the equations of a tree."""
-    moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
-    launches = len(equations) / device.loops.operations_per_launch
-    return moved / device.bytes_per_s + launches * device.launch_s
+def tree_seconds(
+    around: Surroundings, prefix: Prefix, equations: Sequence[Equation], device: Device
+) -> float:
+    """Return the predicted seconds of the equations of a tree.
+
+    The products of factors that all steps share are no arrays of all steps: half of the tree.
+    """
+    loops, made = device.loops, [aval_bytes(v.aval) for e in equations for v in e.eqn.outvars]
+    share = 0.5 if _are_shared(around, prefix) else 1.0
+    moved_s = share * loops.tree_share * sum(made) / device.bytes_per_s
+    fresh_s = device.page_seconds(share * loops.tree_stored * max(made, default=0.0))
+    return moved_s + fresh_s + len(equations) / loops.tree_operations * device.launch_s
+
+
+def _are_shared(around: Surroundings, prefix: Prefix) -> bool:
+    """Return True if the factors are the same at all steps."""
+    made = around.makers.get(prefix.factors)
+    if made is None or made.name != "broadcast_in_dim":
+        return False
+    axes, given = made.eqn.params["broadcast_dimensions"], shape_of(made.eqn.invars[0])
+    return prefix.axis not in axes or given[axes.index(prefix.axis)] == 1
 
 
 def refusal(around: Surroundings, prefix: Prefix) -> str | None:

@@ -38,7 +38,7 @@ from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import find_pairs, pair_parts
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
-from symjax_rewrite.loops.step_kernels import scheduling_seconds
+from symjax_rewrite.loops.step_kernels import fixed_seconds, scheduling_seconds
 from symjax_rewrite.loops.storage_order import in_stored_order
 from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
@@ -202,10 +202,10 @@ class LoopSearch:
         loop, own = as_loop(self.around, prefix)
         saved = Fusion(loop, self.around, own).run()
         loop = clean(loop)
-        tree_s = tree_seconds(own, device) + 2 * saved / device.bytes_per_s
+        tree_s = tree_seconds(self.around, prefix, own, device) + 2 * saved / device.bytes_per_s
         seconds = None
         if not device.loops.steps_are_launches:
-            loop_s = moved_seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+            loop_s = moved_seconds(loop, Motion(), device) + fixed_seconds(loop, device)
             seconds = tree_s, loop_s
             if not margins.pays(*seconds, "tree", device):
                 what = f"a loop of {prefix.length} steps"

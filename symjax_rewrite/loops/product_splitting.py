@@ -20,7 +20,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
-from symjax_rewrite.cost.profile_groups import LoopFacts
+from symjax_rewrite.cost.loop_facts import LoopFacts
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import ELEMENTWISE

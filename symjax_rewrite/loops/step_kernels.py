@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.equation_cost import aval_bytes, runs_apart, shape_of
 from symjax_rewrite.cost.library_calls import REDUCED, WHOLE_ROW
 from symjax_rewrite.ir.dataflow import makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
@@ -50,6 +50,27 @@ def _is_alone(e: Equation) -> bool:
         return e.name not in READ_IN_PLACE
     rows = [shape_of(e.eqn.invars[0])[k] for k in e.eqn.params["axes"]]
     return not all(isinstance(n, int) for n in rows) or math.prod(rows) > WHOLE_ROW
+
+
+def fixed_seconds(loop: Loop, device: Device) -> float:
+    """Return the seconds of all steps beside the arithmetic of their equations.
+
+    A result that is also the next state is written by the kernel of the state.
+    """
+    facts, avals = device.loops, loop.body.avals
+    states, results = [c.out for c in loop.carries], numbers(loop.ys)
+    kernels = step_kernels(loop) - sum(v in states for v in results)
+    stacked = sum(aval_bytes(avals[v]) for v in (*loop.sources, *results))
+    each = kernels * facts.step_s + stacked / device.bytes_per_s
+    if not any(runs_apart(e.eqn) for e in loop.body.equations):
+        # XLA counts a stored result twice: what is written, and the place for it.
+        moved = [*loop.consts, *results, *states, *[c.inner for c in loop.carries]]
+        step_bytes = stacked + sum(aval_bytes(avals[v]) for v in numbers(moved))
+        each -= device.inlined_seconds(kernels, step_bytes)
+    fresh_s = device.page_seconds(loop.steps * sum(aval_bytes(avals[v]) for v in results))
+    return (
+        loop.steps * (each + facts.kernel_operation_s) + fresh_s + scheduling_seconds(loop, device)
+    )
 
 
 def scheduling_seconds(loop: Loop, device: Device) -> float:

@@ -191,6 +191,21 @@ def test_trees_stay_if_exact_or_short() -> None:
     args = mamba_args()
     report = sym_optimize(mamba, numerics="exact").explain(*args)
     assert any(r.name == "scan" and "order" in r.reason for r in report.routes)
-    narrow = arrays(4096, "float32")
+    narrow = arrays(1 << 18, "float32")  # a loop of one thread, a tree of all
     report = sym_optimize(states).explain(*narrow)
     assert any(r.name == "scan" and not r.taken for r in report.routes)
+
+
+@pytest.mark.parametrize("width", [4, 512])
+def test_trees_of_steps_with_few_numbers_run_as_loops(width: int) -> None:
+    """4,096 steps of 8 numbers took 32 µs as a loop, and 109 µs as a tree."""
+
+    def smoothed(x: Any, a: Any) -> Any:
+        return lax.associative_scan(affine, (jnp.broadcast_to(a, x.shape), x))[1]
+
+    x, weak = jnp.ones((512, width)), jnp.full(width, 0.9)
+    assert weak.aval.weak_type
+    for a in (weak, jnp.asarray(np.full(width, 0.9, np.float32))):
+        optimised = sym_optimize(smoothed)
+        assert any(r.name == "scan" and r.taken for r in optimised.explain(x, a).routes)
+        np.testing.assert_allclose(optimised(x, a), jax.jit(smoothed)(x, a), rtol=1e-5)

@@ -13,6 +13,7 @@ from jax import lax
 from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.loops import affine_trees
 from symjax_rewrite.loops.associative_scan_detection import find_prefixes
 from symjax_rewrite.loops.associative_scan_gradients import find_differentiated
 from symjax_rewrite.loops.associative_scan_loops import as_loops
@@ -275,9 +276,12 @@ def test_training_steps_never_make_the_states() -> None:
     assert ours < 0.15 * plain
 
 
-def test_gradients_stay_if_exact_or_narrow() -> None:
+def test_gradients_stay_if_exact_or_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     args = layer(128, 64, 8)
     report = sym_optimize(training_step, numerics="exact").explain(*args)
     assert any(not r.taken and "another order" in r.reason for r in report.routes)
+    gradient = sym_optimize(jax.grad(every, argnums=(0, 1)))
+    assert any(r.name == "scan" and r.taken for r in gradient.explain(*arrays(4096)).routes)
+    monkeypatch.setattr(affine_trees, "tree_seconds", lambda *_: 0.0)
     report = sym_optimize(jax.grad(every, argnums=(0, 1))).explain(*arrays(4096))
     assert any(not r.taken and "no slower than loops" in r.reason for r in report.routes)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.cost.profile_groups import StepLoops
+from symjax_rewrite.cost.loop_facts import StepLoops
 from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, value
 from symjax_rewrite.kernel_selection.scans.scan_builder import ScanBuilder, ScanKernel
 from symjax_rewrite.loops.loop import Loop
