@@ -202,6 +202,10 @@ LEFT = {
         lambda x, y, w: jnp.where(jnp.eye(2000, 70) > 0, 0, distances(x, y)) @ w,
         array(2000, 64), array(70, 64), array(70, 3),
     ),
+    "an operation on a column in memory": (
+        lambda x, w: (lambda y: y + jnp.sum(-y, (0, 1)))(x @ w),
+        array(21, 4000, 1), array(21, 1, 1),
+    ),
     "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
     "sums along the last axes": (
         lambda x: jnp.sum(jnp.tanh(x[:, None] - x) ** 2, (-2, -1)), array(100, 4, 3)
