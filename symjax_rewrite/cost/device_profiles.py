@@ -173,6 +173,12 @@ class Device:
             return self
         return replace(self, launch_s=self.loops.step_s)
 
+    def in_one_thread(self) -> Device:
+        """Return the profile of loops over small arrays, whose steps no threads share."""
+        if not self.loops.entry_s:
+            return self
+        return replace(self, elementwise_per_s=min(self.elementwise_per_s, 1 / self.loops.entry_s))
+
     def inlined_seconds(self, launches: float, step_bytes: float) -> float:
         """Return the seconds that a step saves in a loop that is compiled as one kernel.
 
@@ -388,6 +394,7 @@ CPU = Device(
         step_s=0.1e-6,
         scheduled_s=0.35e-6 if jax.__version_info__ < (0, 11) else 0.0,
         kernel_operation_s=2e-9,
+        entry_s=0.25e-9,
         inlined_bytes=1024 if jax.__version_info__ < (0, 12) else math.inf,
         steps_are_launches=False,
         cut_sums_are_slow=True,

@@ -40,6 +40,7 @@ class LoopFacts:
     )
     tree_stored: float = quantity("1", "values of all steps that a tree stores at once", TREES, 4)
     tree_operations: float = quantity("1", "operations of a tree in the time of a launch", TREES, 6)
+    entry_s: float = quantity("s/entry", "an operation in a step, which one thread runs", TREES, 0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)

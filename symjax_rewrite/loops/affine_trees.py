@@ -13,7 +13,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.equation_cost import aval_bytes, aval_size
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.replacement import ConflictError
 from symjax_rewrite.jax_internals import ClosedJaxpr
@@ -140,4 +140,6 @@ def _seconds_of_loops(around: Surroundings, d: Differentiated, device: Device) -
     step_s = device.loops.step_s - device.inlined_seconds(1, 2 * moved / max(steps, 1))
     fresh_s = (1 + len(d.back)) * device.page_seconds(whole)
     loops_s = moved / device.bytes_per_s + steps * step_s + fresh_s
+    operations = 3 * (1 + len(d.back)) * aval_size(program.avals[d.prefix.out])
+    loops_s += operations / device.in_one_thread().elementwise_per_s
     return tree_seconds(around, d.prefix, _replaced(program, d), device), loops_s

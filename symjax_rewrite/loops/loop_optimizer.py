@@ -205,7 +205,8 @@ class LoopSearch:
         tree_s = tree_seconds(self.around, prefix, own, device) + 2 * saved / device.bytes_per_s
         seconds = None
         if not device.loops.steps_are_launches:
-            loop_s = moved_seconds(loop, Motion(), device) + fixed_seconds(loop, device)
+            loop_s = moved_seconds(loop, Motion(), device.in_one_thread())
+            loop_s += fixed_seconds(loop, device)
             seconds = tree_s, loop_s
             if not margins.pays(*seconds, "tree", device):
                 what = f"a loop of {prefix.length} steps"

@@ -196,6 +196,13 @@ def test_trees_stay_if_exact_or_short() -> None:
     assert any(r.name == "scan" and not r.taken for r in report.routes)
 
 
+@pytest.mark.parametrize(("device", "taken"), [("cpu", True), ("cpu-64", False)])
+def test_a_tree_that_many_threads_share_stays(device: str, taken: bool) -> None:
+    a = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    report = sym_optimize(states, device=device).explain(a, a)
+    assert any(r.name == "scan" and r.taken for r in report.routes) == taken
+
+
 @pytest.mark.parametrize("width", [4, 512])
 def test_trees_of_steps_with_few_numbers_run_as_loops(width: int) -> None:
     """4,096 steps of 8 numbers took 32 µs as a loop, and 109 µs as a tree."""
