@@ -89,7 +89,7 @@ KERNEL_CUTS = {
     scan: (2.0, "time is cut into chunks below some number of lanes"),
 }
 LAYOUT_CUTS = {  # on CPUs, where a form has its operands in another order
-    scan: (2.0, "the longest axis of a state is innermost; rows of 2 KiB share places in a cache"),
+    scan: (2.6, "the longest axis of a state is innermost; rows of 2 KiB share places in a cache"),
 }
 
 
