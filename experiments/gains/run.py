@@ -186,7 +186,7 @@ def note() -> str:
     versions = sorted({machine["versions"]["jax"] for machine in machines})
     where = f"{' or '.join(cores)} cores of {' or '.join(cpus)}, jax {', '.join(versions)}"
     days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    return f"{days}, {where}. GPU: not measured."
+    return f"{days}, {where}. GPU: [apart](experiments/on_gpu/README.md)."
 
 
 def plot(path: Path) -> None:
