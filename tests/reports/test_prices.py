@@ -423,7 +423,10 @@ def test_model_times_differ_as_the_change_was_decided():
     (change,) = report.changes
     assert change.seconds is not None
     written, changed = change.seconds
-    assert report.before.seconds - report.after.seconds == pytest.approx(written - changed)
+    # The pass prices rows by its own figure, the report the loop, where XLA compiles it as one.
+    near = 0.1 if math.isinf(DEVICES["cpu"].loops.inlined_bytes) else 1e-6
+    saved = report.before.seconds - report.after.seconds
+    assert saved == pytest.approx(written - changed, rel=near)
     gain = f"predicted {ratio(report.before.seconds / report.after.seconds)} as fast ("
     assert gain in str(report).splitlines()[0]
 
