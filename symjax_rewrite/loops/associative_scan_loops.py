@@ -20,8 +20,9 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
-from symjax_rewrite.ir.dataflow import making
+from symjax_rewrite.ir.dataflow import making, walk
 from symjax_rewrite.ir.flat_program import Equation, flatten
+from symjax_rewrite.ir.primitives import ELEMENTWISE
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, is_read
 from symjax_rewrite.loops.associative_scan_gradients import (
@@ -57,12 +58,25 @@ def tree_seconds(
 
 
 def _are_shared(around: Surroundings, prefix: Prefix) -> bool:
-    """Return True if the factors are the same at all steps."""
-    made = around.makers.get(prefix.factors)
-    if made is None or made.name != "broadcast_in_dim":
-        return False
-    axes, given = made.eqn.params["broadcast_dimensions"], shape_of(made.eqn.invars[0])
-    return prefix.axis not in axes or given[axes.index(prefix.axis)] == 1
+    """Return True if the factors are the same at all steps, however they are computed."""
+
+    def operands(place: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return what a value varies with along an axis: operands, each with its axis."""
+        v, axis = place
+        made = around.makers.get(v)
+        if made is None:
+            return []
+        if made.name in ELEMENTWISE:
+            return [(u, axis) for u in made.reads if around.program.avals[u].shape]
+        axes = made.eqn.params.get("broadcast_dimensions", ())
+        if made.name != "broadcast_in_dim" or axis not in axes or not made.reads:
+            return []
+        k = axes.index(axis)
+        return [] if shape_of(made.eqn.invars[0])[k] == 1 else [(made.reads[0], k)]
+
+    places = walk([(prefix.factors, prefix.axis)], operands)
+    names = {m.name if (m := around.makers.get(v)) else "" for v, _ in places}
+    return names <= ELEMENTWISE | {"broadcast_in_dim"}
 
 
 def refusal(around: Surroundings, prefix: Prefix) -> str | None:

@@ -1,5 +1,6 @@
 """Trees of `lax.associative_scan` are recognised as scans, run as loops, and others are left."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.cost.device_profiles import DEVICES
+from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.loops.associative_scan_detection import find_prefixes
-from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal
+from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal, tree_seconds
 from symjax_rewrite.loops.changes import loop_part, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings
 from symjax_rewrite.loops.motion import Motion
@@ -216,3 +219,27 @@ def test_trees_of_steps_with_few_numbers_run_as_loops(width: int) -> None:
         optimised = sym_optimize(smoothed)
         assert any(r.name == "scan" and r.taken for r in optimised.explain(x, a).routes)
         np.testing.assert_allclose(optimised(x, a), jax.jit(smoothed)(x, a), rtol=1e-5)
+
+
+SHARED = {
+    "repeated": (lambda x, a: jnp.broadcast_to(a, x.shape), True),
+    "computed after it is repeated": (lambda x, a: jnp.exp(-jnp.broadcast_to(a, x.shape)), True),
+    "a product of numbers": (lambda x, a: jnp.ones_like(x) * 0.5 * a, True),
+    "of every step": (lambda x, a: jnp.tanh(x) * a, False),
+    "repeated along another axis": (lambda x, a: jnp.broadcast_to(x[:, :1], x.shape), False),
+}
+
+
+@pytest.mark.parametrize("factors, shared", SHARED.values(), ids=SHARED)
+def test_factors_that_all_steps_share_are_half_a_tree(factors: Callable, shared: bool) -> None:
+    def smoothed(x: Any, a: Any) -> Any:
+        return states(factors(x, a), x)
+
+    specs = jax.ShapeDtypeStruct((512, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
+    program = flatten(jax.make_jaxpr(smoothed)(*specs))
+    (prefix,) = find_prefixes(program)
+    cpu = dataclasses.replace(DEVICES["cpu"], launch_s=0.0)
+    seconds = tree_seconds(Surroundings(program), prefix, prefix.equations, cpu)
+    made = sum(aval_bytes(v.aval) for e in prefix.equations for v in e.eqn.outvars)
+    share = seconds * cpu.bytes_per_s / (cpu.loops.tree_share * made)
+    assert share == pytest.approx(0.5 if shared else 1.0)
