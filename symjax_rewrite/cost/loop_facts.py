@@ -36,7 +36,7 @@ class LoopFacts:
     kernel_operation_s: float = quantity("s", "in a step of a loop that is one kernel", STREAMS, 0)
     inlined_bytes: float = quantity("bytes", "a loop is one kernel if a step moves less", LAWS, 0)
     tree_share: float = quantity(
-        "1", "bytes that a tree of steps moves, by those of its operations' results", TREES, 0.7
+        "1", "bytes that a tree of steps moves, by those of its operations' results", TREES, 0.55
     )
     tree_stored: float = quantity("1", "values of all steps that a tree stores at once", TREES, 4)
     tree_operations: float = quantity("1", "operations of a tree in the time of a launch", TREES, 6)

@@ -23,7 +23,7 @@ from symjax_rewrite.loops.associative_scan_gradients import (
     find_differentiated,
     needed,
 )
-from symjax_rewrite.loops.associative_scan_loops import as_loops, tree_seconds
+from symjax_rewrite.loops.associative_scan_loops import as_loops, tree_seconds, varying_share
 from symjax_rewrite.loops.changes import Seconds, candidate, refused, rewritten
 from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Loop
@@ -97,7 +97,7 @@ def _seconds_of_kernels(
         return None
     if before_s is None or after_s is None:
         return None if context.options.kernels == "auto" else [None] * len(found)
-    trees = [tree_seconds(around, d.prefix, _replaced(program, d), device) for d in found]
+    trees = [_seconds_of_tree(around, d, device) for d in found]
     share = (after_s - before_s) / max(sum(trees), device.launch_s)
     return [(tree_s, share * tree_s) for tree_s in trees]
 
@@ -131,6 +131,12 @@ def _replaced(program: Program, d: Differentiated) -> list[Equation]:
     return [e for e in d.equations() if live.isdisjoint(e.outvals)]
 
 
+def _seconds_of_tree(around: Surroundings, d: Differentiated, device: Device) -> float:
+    """Return the seconds of a tree and its cotangents; these vary with the steps in any case."""
+    share = (1 + varying_share(around, d.prefix)) / 2
+    return tree_seconds(_replaced(around.program, d), device, share)
+
+
 def _seconds_of_loops(around: Surroundings, d: Differentiated, device: Device) -> Seconds:
     """Return the seconds of a tree and its cotangents, and of the loops that replace them."""
     program = around.program
@@ -142,4 +148,4 @@ def _seconds_of_loops(around: Surroundings, d: Differentiated, device: Device) -
     loops_s = moved / device.bytes_per_s + steps * step_s + fresh_s
     operations = 3 * (1 + len(d.back)) * aval_size(program.avals[d.prefix.out])
     loops_s += operations / device.in_one_thread().elementwise_per_s
-    return tree_seconds(around, d.prefix, _replaced(program, d), device), loops_s
+    return _seconds_of_tree(around, d, device), loops_s

@@ -43,18 +43,23 @@ Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed o
 Step = Callable[[Array, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
-def tree_seconds(
-    around: Surroundings, prefix: Prefix, equations: Sequence[Equation], device: Device
-) -> float:
+def tree_seconds(equations: Sequence[Equation], device: Device, share: float = 1.0) -> float:
     """Return the predicted seconds of the equations of a tree.
 
-    The products of factors that all steps share are no arrays of all steps: half of the tree.
+    share: of their results that are arrays of all steps.
     """
     loops, made = device.loops, [aval_bytes(v.aval) for e in equations for v in e.eqn.outvars]
-    share = 0.5 if _are_shared(around, prefix) else 1.0
     moved_s = share * loops.tree_share * sum(made) / device.bytes_per_s
     fresh_s = device.page_seconds(share * loops.tree_stored * max(made, default=0.0))
     return moved_s + fresh_s + len(equations) / loops.tree_operations * device.launch_s
+
+
+def varying_share(around: Surroundings, prefix: Prefix) -> float:
+    """Return the share of a tree that varies with the steps, without its derivatives.
+
+    The products of factors that all steps share are no arrays of all steps: half of the tree.
+    """
+    return 0.5 if _are_shared(around, prefix) else 1.0
 
 
 def _are_shared(around: Surroundings, prefix: Prefix) -> bool:

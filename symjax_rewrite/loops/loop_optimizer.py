@@ -25,7 +25,12 @@ from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes
-from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal, tree_seconds
+from symjax_rewrite.loops.associative_scan_loops import (
+    as_loop,
+    refusal,
+    tree_seconds,
+    varying_share,
+)
 from symjax_rewrite.loops.carry_dependence import composes, describe
 from symjax_rewrite.loops.changes import Seconds, candidate, loop_part, part_of, refused, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
@@ -202,7 +207,8 @@ class LoopSearch:
         loop, own = as_loop(self.around, prefix)
         saved = Fusion(loop, self.around, own).run()
         loop = clean(loop)
-        tree_s = tree_seconds(self.around, prefix, own, device) + 2 * saved / device.bytes_per_s
+        tree_s = tree_seconds(own, device, varying_share(self.around, prefix))
+        tree_s += 2 * saved / device.bytes_per_s
         seconds = None
         if not device.loops.steps_are_launches:
             loop_s = moved_seconds(loop, Motion(), device.in_one_thread())
