@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax import lax
+from jax.numpy import finfo
 
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
@@ -65,7 +66,7 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     shifted = [r.sum((1, side.ref), (-1, mean)) for side in sides]
     # Scaled after the shift: far from zero a product rounds by more than the differences.
     su, sv = scaled = [r.inside(inside, x) for x in shifted]
-    ctx.whole.update([x.cls for x in (mean, *shifted, *scaled)])
+    ctx.whole.update([x.cls for x in (*shifted, *scaled)])
     terms = []
     for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
         terms.append((k, r.product(factors, p.summed, precision=p.precision)))
@@ -101,7 +102,7 @@ def pairwise_differences(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref
     mean = _mean(r, sides[0])
     (b, v, _), (a, u, _) = sides
     both = r.sum((a, u), (b, mean)), r.sum((b, v), (-b, mean))
-    ctx.whole.update([x.cls for x in (mean, *both)])
+    ctx.whole.update([x.cls for x in both])
     terms = []
     for shifted in both:
         factors = tuple([shifted if f is inner[0] else f for f in p.factors])
@@ -164,12 +165,18 @@ def _count(r: RightSide, side: PairTerm) -> int:
 
 
 def _mean(r: RightSide, side: PairTerm) -> Ref:
-    """Return the mean of a side over its own indices.
+    """Return the mean of a side over its own indices, rounded to one bit less than its dtype holds.
 
-    The caller adds it to `whole`: both terms must be shifted by one rounded value, because only
-    the error of this value leaves no trace in their sum.
+    Both terms must be shifted by one value, because only the error of this value leaves no trace in
+    their sum. XLA fuses the mean into each of its readers, and LLVM would contract x − Σy·(1/n) to
+    a fused multiply-add in some of them, which shifts by the sum's exact multiple: for 7 points at
+    an offset of 1e4 the result was off by 1e-4. The bits of a rounded value are masked, so nothing
+    is contracted with the product below.
     """
-    return r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))
+    mean = r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))
+    bits = finfo(r.dtype)
+    kept = (("exponent_bits", bits.nexp), ("mantissa_bits", bits.nmant - 1))
+    return r.map("reduce_precision", mean, params=kept)
 
 
 def _largest(a: Any, *axes: int) -> Any:

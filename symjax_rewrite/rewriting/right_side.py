@@ -18,6 +18,7 @@ from symjax_rewrite.rewriting.product_trees import order_product
 from symjax_rewrite.rewriting.rule import Axiom, NotBuiltError, RuleContext
 from symjax_rewrite.rewriting.scales import scaled_factor
 
+Params = tuple[tuple[str, Any], ...]
 Entry = tuple[Any, int]  # the slice of an index (None: no slice), the index that it then reads
 
 
@@ -72,9 +73,9 @@ class RightSide:
         """Return k·ref as a multiple of the whole class."""
         return scaled_factor(self.g, ref, k, self.why)
 
-    def map(self, name: str, *args: Ref, dtype: str = "") -> Ref:
-        """Return an elementwise function of some values."""
-        return self.g.apply(MAP, (name, ()), args, dtype or self.dtype, self.why)
+    def map(self, name: str, *args: Ref, dtype: str = "", params: Params = ()) -> Ref:
+        """Return an elementwise function of some values; `params` are those of its primitive."""
+        return self.g.apply(MAP, (name, params), args, dtype or self.dtype, self.why)
 
     def const(self, value: Any, dtype: str = "") -> Ref:
         """Return a number."""

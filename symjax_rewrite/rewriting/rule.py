@@ -80,7 +80,7 @@ class RuleContext:
     refused: reasons why a rule that matched did not fire, for the report. ordered: products whose
     cheapest order is known. trees: the cheapest trees of products by shape, of other regions too.
     whole: sums that rules added and that lose digits if they are distributed, flattened or
-    factored; means that are read twice as one rounded value.
+    factored.
     """
 
     g: EGraph

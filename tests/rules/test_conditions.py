@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -126,6 +127,20 @@ def test_squares_of_far_pairs_are_shifted_before_they_are_scaled(share):
     assert "pairwise_squares" in [r.name for r in sym_optimize(spread).explain(x, y).rules]
     exact = share * np.sum((x[:, None].astype("f8") - y) ** 2)
     np.testing.assert_allclose(sym_optimize(spread)(x, y), exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(77, 5), (100, 3), (500, 3)])
+def test_both_sides_of_far_pairs_are_shifted_by_one_value(shape):
+    draws = (np.random.default_rng(n).normal(size=shape) for n in (0, 1))
+    x, y = ((1e4 + z).astype("f4") for z in draws)
+
+    def spread(x, y):
+        return jnp.sum((x[:, None] - y[None]) ** 2)
+
+    contracting = {"xla_backend_optimization_level": 3}  # multiply-adds are fused where LLVM likes
+    f = jax.jit(sym_optimize(spread), compiler_options=contracting)
+    exact = np.sum((x[:, None].astype("f8") - y) ** 2)
+    np.testing.assert_allclose(f(x, y), exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize("near", [0, 1, 1e-3])
