@@ -16,8 +16,9 @@ over features with as many columns as rows; `square_repeats` of `FusionFacts`. *
 rows, copied along an inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices
 with few columns, and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and
 `cached_rows` of `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
-product in the fusion and stored; `product_bytes` of `FusionFacts`. *Followed*: sums of differences
-with a function in their call and after it; `followed` and `followed_elements` of `FusionFacts`.
+product in the fusion and stored; `piece_bytes` and `written_s` of `FusionFacts`. *Followed*: sums
+of differences with a function in their call and after it; `followed` and `followed_elements` of
+`FusionFacts`.
 *Tiles*: folds of sums over features; `chained` of `FoldFacts`. *Pieces*: slices of an array along
 its last axis, read and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length
 of X's rows; `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small
@@ -279,6 +280,15 @@ def fused_products(width: int = 64) -> None:
             )
             size = 4 * count * max(summed, 32) >> 10
             print(f"{size:4} KiB as {side}: {fused / apart:.1f} times as long")
+    x, w = array(3500, 8), array(8, 64)
+    for others in (14, 32, 64, 128, 256):
+        y = array(others, 64)
+        fused, apart = (
+            seconds_of(lambda x, w, y, f=f: differences(f(x @ w), y), x, w, y)
+            for f in (lambda x: x, stored)
+        )
+        each = (fused - apart) / (len(x) * others * 64) * 1e9
+        print(f"rows in pieces, each repeated to {others / 4} MiB: {each:.2f} ns an element longer")
 
 
 def tiles(points: int = 2000) -> None:

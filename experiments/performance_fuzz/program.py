@@ -60,7 +60,7 @@ LOOPS = {
     "scan": "lax.scan(lambda h, _: ({f}, None), {x}, None, length={T})[0]",
     "outputs": "lax.scan(lambda h, _: ({f}, jnp.sum(h)), {x}, None, length={T})",
     "fori": "lax.fori_loop(0, {T}, lambda _, h: {f}, {x})",
-    "while": "lax.while_loop(lambda s: (s[0] < {T}) & (jnp.sum(s[1]) < 1e30), "
+    "while": "lax.while_loop(lambda s: (s[0] < {T}) & (jnp.sum(s[1]) != 1e30), "
     "lambda s: (s[0] + 1, {g}), (0, {x}))[1]",
 }
 

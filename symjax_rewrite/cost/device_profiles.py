@@ -408,7 +408,7 @@ CPU = Device(
     column_scans=ColumnScanFacts(),
     fusions=(
         FusionFacts(
-            product_bytes=1 << 18,
+            repeats_pieces=True,
             square_repeats=4.0,
             repeated_s=2e-8,
             followed=1.6,

@@ -415,8 +415,16 @@ class FusionFacts:
         "elements", "stored rows of whole vectors are reduced fast", ORIENTATION, 8
     )
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
-    product_bytes: float = quantity(
-        "bytes", "of the left operand and the result of a product in one piece of a fusion", LAWS, 0
+    piece_bytes: float = quantity(
+        "bytes", "of the left operand and the result of a product in a fusion, computed at once",
+        LAWS, 1 << 18,
+    )  # fmt: skip
+    repeats_pieces: bool = fact(
+        "a product in one piece, repeated along outer axes, is computed again for each tile", False
+    )
+    tile: float = quantity("elements", "of an array in a call, and of its results", LAWS, 1 << 15)
+    written_s: float = quantity(
+        "s/element", "an array for a product in one piece, larger than the caches", LAWS, 0.3e-9
     )
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
     vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
@@ -436,13 +444,16 @@ class FusionFacts:
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
-    def writes(self, is_outer: bool, is_last: bool, largest_bytes: float) -> bool:
-        """Return True if a fusion writes what it reduces, computed from a product.
+    def piece_share(self, largest_bytes: float) -> float:
+        """Return the share of a product that a fusion computes at once.
 
-        is_outer: True if the product is repeated along an axis outside its rows. is_last: True if
-        no operation of the fusion follows the reduction. largest_bytes: of the product's matrices.
+        largest_bytes: of its left operand and its result.
         """
-        return is_outer and is_last if largest_bytes <= self.product_bytes else not is_outer
+        return min(1.0, self.piece_bytes / largest_bytes)
+
+    def result_share(self, elements: int) -> float:
+        """Return the share of a reduction's results that a call which goes on computes at once."""
+        return min(1.0, self.tile / elements)
 
     def followed_factor(self, row: int, elements: int) -> float:
         """Return how many times a reduction takes in a call that goes on.

@@ -5,10 +5,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
 
 - The call takes some time for every innermost row of the array. That is long for rows of one to
   four elements, such as points in space. An axis of one element is left out (`unit_axes`).
-- It writes the array that it computes from a product in the fusion, and reduces. The array stays
-  unwritten if the product is repeated along outer axes. Until jaxlib 0.11 a product in one piece is
-  the other way round, what is repeated along outer axes is unwritten too if an operation follows
-  the reduction, and nothing is written for a reduction that a product of matrices reads.
+- It computes products in the fusion in pieces, and writes what it repeats them to
+  (`fused_products`). Until jaxlib 0.11 a reduction that a product of matrices reads is apart.
 - A product of matrices takes the reductions that it reads into its own call, and writes their
   operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
   operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
@@ -47,7 +45,6 @@ from symjax_rewrite.cost.equation_cost import (
 )
 from symjax_rewrite.cost.library_calls import KNOWN, is_known
 from symjax_rewrite.cost.placed_products import is_product
-from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import numbers, reaches, value_operands, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
@@ -64,17 +61,16 @@ from symjax_rewrite.rewriting.fused_chains import (
     Fused,
     is_view,
     made_from,
-    own_axes,
     size_made,
     size_read,
 )
+from symjax_rewrite.rewriting.fused_products import DTYPES, products_inside, written_seconds
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 from symjax_rewrite.rewriting.selected_extrema import extremum_of
 from symjax_rewrite.rewriting.unit_axes import drops_axes, without_unit_axes
 
 RULE = (STORED, LOCALITY)
 BARRIER = "optimization_barrier"
-DTYPES = ("float32",)
 
 
 class FusionLimits:
@@ -134,37 +130,23 @@ def _reductions(
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
                 if not (shared and size_read(e) // size_made(e) % facts.vector == 0):
                     yield candidate(RULE, e.where(), part, seconds)
-        if not chain.matrices:
-            continue
-        row_s = facts.row_s * size_read(e) / chain.width
-        if facts.product_bytes and e not in ended and any(_product_readers(e, r)):
+        if not chain.matrices or chain.stored or len(users[e.reads[0]]) > 1:
+            continue  # a value that several read is stored, with or without its products
+        if facts.repeats_pieces and e not in ended and any(_product_readers(e, r)):
             continue  # that product computes the reduction
-        written_s = facts.stored_s * size_read(e) + r.device.page_seconds(4.0 * size_read(e))
         is_last = e in ended or not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
-        made = [p for p in _products_inside(chain, is_last, r) if p not in stored]
-        seconds = row_s + written_s, row_s + facts.stored_s * sum(map(size_made, made))
+        inside, longer_s = products_inside(e, chain, is_last, r)
+        made = [p for p in inside if p not in stored] if longer_s else []
+        work_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * size_read(e) / chain.width
+        stored_s = facts.stored_s * sum(map(size_made, made))
+        if not is_last:
+            stored_s += written_seconds(size_read(e), facts.result_share(size_made(e)), r)
+        seconds = work_s + longer_s, work_s + stored_s
         if made and r.pays(*seconds):
             first, *others = map(_stored_result, made)
             one = candidate(RULE, made[0].where(), first, seconds)
             yield replace(one, parts=(*one.parts, *others))
             stored.update(made)
-
-
-def _products_inside(chain: Chain, is_last: bool, r: Fused) -> list[Equation]:
-    """Return the products in a fusion if XLA writes what it computes from one before it reduces.
-
-    It writes as much for any other that is left in the fusion. is_last: True if no operation of the
-    library follows in the fusion.
-    """
-    found, writes = dict[Equation, None](), False
-    for v, repeated in chain.matrices.items():
-        shape = r.program.avals[v].shape
-        for p in r.products(v):
-            made: Any = p.eqn.outvars[0].aval
-            if made.dtype in DTYPES:
-                found[p] = None
-                writes |= any(_writes_pairs(p, shape, u, is_last, r.facts) for u in repeated)
-    return [*found] if writes else []
 
 
 def _narrow_rows(
@@ -197,22 +179,6 @@ def _narrow_forms(e: Equation, r: Fused) -> dict[Equation, Candidate]:
         if r.pays(*seconds):
             forms[m] = candidate(RULE, m.where(), part, seconds)
     return forms
-
-
-def _writes_pairs(
-    p: Equation, shape: tuple[int, ...], u: Equation, is_last: bool, facts: FusionFacts
-) -> bool:
-    """Return True if XLA writes what is computed from a product in a fusion.
-
-    shape: of the product, or of a function of it. u: the equation that repeats it. is_last: True if
-    no operation of the library follows in the fusion.
-    """
-    whole, own = shape_of(u.eqn.outvars[0]), own_axes(shape, u)
-    is_outer = any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
-    left, (_, (batch, _)) = shape_of(p.eqn.invars[0]), p.eqn.params["dimension_numbers"]
-    matrix = math.prod(n for k, n in enumerate(left) if k not in batch)
-    result = math.prod(shape_of(p.eqn.outvars[0])[len(batch) :])
-    return facts.writes(is_outer, is_last, 4.0 * max(matrix, result))
 
 
 def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:

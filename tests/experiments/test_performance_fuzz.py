@@ -51,6 +51,19 @@ def test_program_of_a_seed(seed: int) -> None:
     assert 1 <= max(elements) <= generator.MOST_ELEMENTS * 4096
 
 
+def test_a_while_loop_takes_all_its_steps_whatever_its_numbers() -> None:
+    """A step written in another way may overflow where the program as written does not."""
+    line = Line("t0", "x0 * c * 1e30", ("n",))
+    inputs = (Input("x0", ("n",)), Input("c", ()))
+    wraps = (Wrap("while", ("x0",), "T"),)
+    p = Program((("n", 2), ("T", 5)), inputs, (line,), "t0", wraps)
+    jaxpr = jax.make_jaxpr(p.function())(jnp.ones(2), jnp.asarray(1.0)).jaxpr
+    (loop,) = (e for e in jaxpr.eqns if e.primitive.name == "while")
+    goes_on = jaxpr_as_fun(loop.params["cond_jaxpr"])
+    for x in (1.0, jnp.inf, -jnp.inf, jnp.nan):
+        assert goes_on(4, jnp.full(2, x)) == [True] and goes_on(5, jnp.full(2, x)) == [False]
+
+
 def test_programs_differ_and_every_block_occurs() -> None:
     made = [generator.compose(seed) for seed in range(1500)]
     assert len({p.source() for p in made}) > 1450

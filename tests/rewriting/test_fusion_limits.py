@@ -99,13 +99,13 @@ def test_products_in_fusions_that_write_what_reads_them_are_stored(
         return jnp.max(jnp.abs(y[:, None] - z if is_inner else z[:, None] - y), -1)
 
     assert CPU.fusions is not None
-    expected = until_11 if CPU.fusions.product_bytes else from_11
+    expected = until_11 if CPU.fusions.repeats_pieces else from_11
     assert stored(farthest, x, POINT) == expected
     followed = stored(lambda x, y: jnp.sqrt(farthest(x, y)), x, POINT)
     assert followed == (expected and not is_inner)
     weights = array(len(x) if is_inner else len(POINT), 8)
     read = stored(lambda x, y, w: farthest(x, y) @ w, x, POINT, weights)
-    assert read == (0 if CPU.fusions.product_bytes else expected)
+    assert read == (0 if CPU.fusions.repeats_pieces else expected)
 
 
 def test_all_products_of_a_fusion_that_writes_what_reads_one_are_stored() -> None:
@@ -205,6 +205,17 @@ LEFT = {
     "an operation on a column in memory": (
         lambda x, w: (lambda y: y + jnp.sum(-y, (0, 1)))(x @ w),
         array(21, 4000, 1), array(21, 1, 1),
+    ),
+    "a product in pieces that stay in the caches, in a sum that goes on": (
+        lambda x, w, y: -distances(x @ w, y), array(3450, 8), array(8, 64), array(14, 64),
+    ),
+    "products in a batch": (
+        lambda x, w: (lambda z: jnp.sum(jnp.abs(z[:, :, None] - z[:, None]), -1))(x @ w),
+        array(8, 200, 16), array(16, 32),
+    ),
+    "a product that differences of two sums read": (
+        lambda x, w, y: (lambda r: jnp.sum(r, 0) + jnp.sum(r, 1)[:24])(abs((x @ w)[:, None] - y)),
+        array(2000, 64), array(64, 32), array(24, 32),
     ),
     "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
     "sums along the last axes": (
