@@ -27,7 +27,8 @@ short rows, with a row added to each and by themselves; `unrolled` and `unrolled
 `FunctionSteps`. *Streams*: weighted means by a function of pairs, by the features of a value, and
 sums of squares of products by the features of a point; `library_features`, `library_shifted` and
 `square_features` of `FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of
-`FoldFacts`. *Copies*: a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`.
+`FoldFacts`. *Copies*: a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small
+arrays, summed and multiplied by ones; `vector_sum_bytes` of `FusionFacts`.
 """
 
 from __future__ import annotations
@@ -231,6 +232,18 @@ def rows(count: int = 200_000) -> None:
         )
         rates = (x.nbytes / took / 1e9 for took in (product, weighted))
         print(f"{size} in rows of {width}: {' and '.join(f'{r:.1f}' for r in rates)} GB/s")
+
+
+def vector_sums() -> None:
+    """Print the times of sums of small arrays, and of their products with ones."""
+    for size, width in itertools.product((1 << 14, 1 << 16, 1 << 18, 1 << 20), (2, 16, 64, 512)):
+        x, ones = array(size // width, width), jnp.ones(max(width, size // width), jnp.float32)
+        for axis in (0, 1):
+            v = ones[: x.shape[axis]]
+            took = seconds_of(lambda x, k=axis: jnp.sum(x, k), x)
+            product = seconds_of(lambda x, v, k=axis: x @ v if k else v @ x, x, v)
+            name = "rows" if axis else "columns"
+            print(f"{x.shape} by {name}: {took * 1e6:.0f} and {product * 1e6:.0f} µs")
 
 
 def stored(x: Any) -> Any:
@@ -516,6 +529,7 @@ def main() -> None:
         search()
         features()
         rows()
+        vector_sums()
         fused_products()
         followed()
         tiles()

@@ -124,8 +124,10 @@ class TermPart:
     which every value is read from the first value. links: by class that no value of the program
     holds, the value through which parts exchange it. wide: the same, by class that parts hold in
     f32. opens: True if later passes see the equations. across: True if products of two operands
-    with a strided contracted axis are slow. source: the equation whose name scope all get. results:
-    the values that hold the results of the only maker, which another part runs, and their tree.
+    with a strided contracted axis are slow. short_row: products with a vector compute the sums in
+    `own`, but not down rows of so few elements; None: sums do. source: the equation whose name
+    scope all get. results: the values that hold the results of the only maker, which another part
+    runs, and their tree.
     """
 
     t: TermGraph
@@ -137,6 +139,7 @@ class TermPart:
     wide: Mapping[int, int] = field(default_factory=dict)
     opens: bool = True
     across: bool = False
+    short_row: int | None = None
     source: JaxprEqn | None = None
     results: tuple[tuple[int, ...], Any] | None = None
     gives: tuple[int, ...] = field(default=(), init=False)
@@ -405,7 +408,8 @@ class TermReader:
         node = node_of(self.t.graph, cls)
         below = [self.array(a.cls, _order_below(node, a, order)) for a in node.args]
         operands = list(map(self.operand, node.args, below))
-        made = self._lower(self.t.graph, cls, node, operands, order)
+        short_row = self.part.short_row if cls in self.part.own else None
+        made = self._lower(self.t.graph, cls, node, operands, order, short_row)
         if cls not in self.part.own:
             return made
         # XLA fuses a sum into the operations that read it broadcast, which compute it again.
@@ -455,6 +459,7 @@ class TermReader:
         node: Node,
         operands: list[tuple[Any, tuple[int, ...]]],
         order: Sequence[int],
+        short_row: int | None = None,
     ) -> Array:
         c = g.classes[cls]
         sizes = term_lowering.jax_sizes((*c.sizes, *node.bound), self.env)
@@ -462,7 +467,9 @@ class TermReader:
         if self.part.across and node.op == CONTRACT:
             operands = term_lowering.transposed_apart(node, operands)
         names = self.t.primitives
-        made = term_lowering.lower_node(node, operands, sizes, c.dtype, names, guards, order)
+        made = term_lowering.lower_node(
+            node, operands, sizes, c.dtype, names, guards, order, short_row
+        )
         return Array(*made)
 
 

@@ -80,12 +80,14 @@ def lower_node(
     primitives: Mapping[str, Any],
     guards: frozenset[int] = frozenset(),
     order: Sequence[int] = (),
+    short_row: int | None = None,
 ) -> Operand:
     """Lower one node; `sizes[i]` is the size of its index i.
 
     `guards` are the positions of operands that are deltas. They are lowered to selects, so that no
     infinity or NaN off the diagonal gets into a product. `order` is the order of the indices that
-    the reader has, by default that of their numbers.
+    the reader has, by default that of their numbers. `short_row`: products with a vector sum the
+    operands of a product, but not down rows of so few elements; None: no product does.
     """
     operands = [read_diagonals(data, labels) for data, labels in operands]
     if guards:
@@ -97,7 +99,7 @@ def lower_node(
     if node.op == op.ADD:
         return _add(node, operands, sizes, dtype, order)
     if node.op == op.CONTRACT:
-        return _contract(node, operands, sizes, dtype, order)
+        return _contract(node, operands, sizes, dtype, order, short_row)
     return _LOWER[node.op](node, operands, sizes, dtype)
 
 
@@ -128,7 +130,12 @@ def _guarded(
 
 
 def _contract(
-    node: Node, operands: list[Operand], sizes: Sizes, dtype: str, order: Sequence[int]
+    node: Node,
+    operands: list[Operand],
+    sizes: Sizes,
+    dtype: str,
+    order: Sequence[int],
+    short_row: int | None,
 ) -> Operand:
     out = node.out
     uses = Counter(i for _, labels in operands for i in set(labels))
@@ -139,7 +146,11 @@ def _contract(
     elementwise = all(i < out for need in needed for i in need)
     if elementwise:  # sums stay wide until they are multiplied
         operands = _promoted(operands, _accumulator(dtype))
-    operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
+    pairs = zip(operands, needed, strict=True)
+    if short_row is None:
+        operands = [_sum_out(o, need) for o, need in pairs]
+    else:
+        operands = [_sum_by_vector(o, need, short_row) for o, need in pairs]
     if elementwise:
         result = _multiply(operands, sizes, order)
     elif is_dot(node) or (len(operands) == 2 and out == 0):
@@ -175,6 +186,28 @@ def _sum_out(operand: Operand, needed: set[int]) -> Operand:
     wide = lax.convert_element_type(data, np.dtype(_accumulator(str(data.dtype))))
     total = lax.convert_element_type(jax_internals.reduce_monoid("sum", wide, gone), data.dtype)
     return total, tuple(i for i in labels if i in needed)
+
+
+def _sum_by_vector(operand: Operand, needed: set[int], short_row: int) -> Operand:
+    """Sum along the first or the last axis by a product with a vector of ones.
+
+    short_row: elements; rows of no more are not summed down.
+    """
+    data, labels = operand
+    gone = [a for a, i in enumerate(labels) if i not in needed]
+    is_wide = data.ndim > 1 and data.dtype in (np.float32, np.float64)
+    if is_wide and gone == [data.ndim - 1]:
+        sides, axes = (data, _ones(data, -1)), ((data.ndim - 1,), (0,))
+    elif is_wide and gone == [0] and _elements(data) > short_row * data.shape[0]:
+        sides, axes = (_ones(data, 0), data), ((0,), (0,))
+    else:
+        return _sum_out(operand, needed)
+    total = lax.dot_general(*sides, (axes, ((), ())), precision=lax.Precision.HIGHEST)
+    return total, tuple(i for i in labels if i in needed)
+
+
+def _ones(data: Any, axis: int) -> Any:
+    return lax.full((data.shape[axis],), 1, data.dtype)
 
 
 def _accumulator(dtype: str) -> str:

@@ -428,6 +428,9 @@ class FusionFacts:
     )
     sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
     vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
+    vector_sum_bytes: float = quantity(
+        "bytes", "of an array in memory that a product with a vector sums faster", LAWS, 1 << 20
+    )
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     long_row: int = quantity("elements", "of a row whose sum is stored in no time", ORIENTATION, 64)
     square_repeats: float = quantity(

@@ -45,7 +45,12 @@ class RepeatedProducts:
             if made is not None and not margins.pays(before, after, "dominating", device):
                 before += layout_seconds(program, device, [made])
             if margins.pays(before, after, "dominating", device):
-                part = TermPart(terms.t, own=frozenset({cls}), across=device.slow_across)
+                part = TermPart(
+                    terms.t,
+                    own=frozenset({cls}),
+                    across=device.slow_across,
+                    short_row=_short_row(terms.t, cls, terms.model),
+                )
                 yield candidate((REPEATED, REDUNDANCY), terms.t.where(cls), part, (before, after))
 
 
@@ -70,6 +75,22 @@ class CommonProducts:
                 part, seconds = TermPart(t, shared=frozenset({cls})), (count * once, once)
                 rule, where = (COMMON, REDUNDANCY), t.where(cls)
                 yield candidate(rule, where, part, seconds, key="", group=COMMON)
+
+
+def _short_row(t: TermGraph, cls: int, model: CostModel) -> int | None:
+    """Return the length of rows that are too short to sum down by a product with a vector.
+
+    None if what is summed is large, or if XLA computes it in the loop of the sum. XLA hands a sum
+    to several threads, which takes longer than a small sum, and computes a product at once.
+    """
+    facts = model.device.fusions
+    node = node_of(t.graph, cls)
+    summed = [a.cls for a in node.args if any(i >= node.out for i in a.axes)]
+    makers = [t.maker_of(c) for c in summed]
+    if facts is None or any(e is not None and e.name in ELEMENTWISE | VIEWS for e in makers):
+        return None
+    size = max((model.class_bytes(t.graph, c) for c in summed), default=0.0)
+    return facts.short_row if size <= facts.vector_sum_bytes else None
 
 
 def repeated_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:

@@ -32,6 +32,26 @@ def test_a_gradient_that_repeats_a_vector_computes_the_vector_once(sizes):
     assert report.after.flops <= 2 * rows * features, report
 
 
+@pytest.mark.parametrize(
+    ("shape", "fun", "is_product"),
+    [
+        ((300, 200), lambda x: x, True),
+        ((200_000, 2), lambda x: x, False),  # short rows
+        ((3000, 200), lambda x: x, False),  # large
+        ((300, 200), jnp.tanh, False),  # computed in the loop of the sum
+    ],
+)
+def test_small_arrays_in_memory_are_summed_by_a_product_with_a_vector(shape, fun, is_product):
+    """XLA hands a sum to several threads, which takes longer than a small sum."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (shape, (shape[1], 300)))
+    gradient = jax.grad(lambda w, x: jnp.sum(fun(x) @ w))
+    ours = sym_optimize(gradient, device="cpu")
+    np.testing.assert_allclose(ours(w, x), gradient(w, x), rtol=1e-3, atol=1e-3)
+    done = [e.primitive.name for e in ours.explain(w, x).after.jaxpr.jaxpr.eqns]
+    assert ("dot_general" in done, "reduce_sum" in done) == (is_product, not is_product)
+
+
 def test_the_sum_gives_the_values_of_the_product():
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal((600, 4)), jnp.float32) for _ in range(2))
