@@ -10,6 +10,7 @@ from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Stoppe
 from symjax_rewrite.candidates import Crossover as FoundCrossover
 from symjax_rewrite.codegen.emission import RegionForm, TermPart
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import LEAF, Ref
@@ -155,12 +156,25 @@ def _without_savings(
         if not margins.gains_share(saved_s, least_whole_s, "program", device):
             reasons[key] = little
             continue
-        least = None if t.dim_env else least_seconds(g, region, model)
-        if least is not None and not margins.pays(cost.seconds, least, "dominating", device):
+        if not t.dim_env and _is_in_best_order(terms, region, cost):
             reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}the order of products is the best")
         elif not margins.gains_share(saved_s, whole_s(), "program", device):
             reasons[key] = little
     return reasons
+
+
+def _is_in_best_order(terms: Terms, region: Region, cost: Cost) -> bool:
+    """Return True if no form of a region pays by the order of its products.
+
+    cost: of the region as written.
+    """
+    for by_factors in (False, True):
+        least = least_seconds(terms.t.graph, region, terms.model, by_factors)
+        if least is None:
+            return False
+        if not margins.pays(cost.seconds, least, "dominating", terms.model.device):
+            return True
+    return False
 
 
 def _found(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, product, starmap
 from typing import Any
 
@@ -123,8 +123,14 @@ def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
     return sorted(found)
 
 
-def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
-    """Return the cost of a region in any form, or None if a law might save work of a product."""
+def least_seconds(
+    g: EGraph, region: Region, model: CostModel, by_factors: bool = False
+) -> float | None:
+    """Return the cost of a region in any form, or None if a law might save work of a product.
+
+    by_factors: True for another bound, where products are summed with arrays of their size: the
+    reader of such a sum multiplies an array of this size, the sum or its summand.
+    """
     values: dict[int, _Value | None] = {c: _Value.of(c) for c in region.leaves}
     needed = cone(region.roots, lambda c: () if c in values else _operands(node_of(g, c)))
     flat = _FlatProducts(g, region, model, needed)
@@ -154,7 +160,10 @@ def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
             values[c] = _Value.of(c)
             continue
         else:
-            values[c] = _elementwise(node, values)
+            values[c] = value = _elementwise(node, values)
+            if by_factors and value is not None and flat.has_summand(c, node, values):
+                values[c] = replace(value, read=frozenset({c}), made=False)
+                continue
         if not flat.add(c, node):
             return None
     total = flat.seconds(values)
@@ -250,6 +259,13 @@ class _FlatProducts:
             self.tops.append((cls, *made))
             self.factors[cls] = [(cls, identity(node.out))], made[1]
         return True
+
+    def has_summand(self, cls: int, node: Node, values: Mapping[int, _Value | None]) -> bool:
+        """Return True for a sum within the region, one of whose terms is an array of its size."""
+        if node.op != ADD or len(node.args) < 2 or cls in self.roots:
+            return False
+        full = [a.cls for a in node.args if len(a.axes) == node.out and values[a.cls] is not None]
+        return any(c not in self.factors and c not in self.sums for c in full)
 
     def _add_sum(self, cls: int, terms: list[int]) -> None:
         """Add a class that is elementwise in a sum of products, each of which is made."""
