@@ -7,7 +7,8 @@ term is worth reading. On GPUs kernels save launches, so that no program is ligh
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
+from itertools import chain
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
@@ -30,11 +31,10 @@ def is_light(program: Program, device: Device) -> bool:
         return not margins.pays(launches_s + work_s, launches_s, "rewrite", device)
 
     library_s, most_s = 0.0, device.launch_s * len(program.equations)
-    for e in program.equations:
-        if e.name in LIBRARY:
-            library_s += work_seconds(e.eqn, device)
-            if not is_less(library_s, most_s):  # a few products are enough in most programs
-                return False
+    for e in [e for e in program.equations if e.name in LIBRARY]:
+        library_s += work_seconds(e.eqn, device)
+        if not is_less(library_s, most_s):  # a few products are enough in most programs
+            return False
     launches_s = launch_seconds(program, device)
     if not is_less(library_s, launches_s):
         return False
@@ -46,20 +46,23 @@ def launch_seconds(program: Program, device: Device) -> float:
 
     A result, and a value that several equations read, is written to memory by a kernel.
     """
-    read, stored = set[int](), {*numbers(program.outputs)}
-    for e in program.equations:
-        stored.update(read.intersection(e.reads))
-        read.update(e.reads)
-    made = [e for e in program.equations if e.name not in VIEWS]
-    return device.launch_s * sum([not stored.isdisjoint(e.outvals) for e in made])
+    read = [e.reads if len(e.reads) < 2 else {*e.reads} for e in program.equations]
+    readers = Counter(chain.from_iterable(read))
+    stored = {v for v, n in readers.items() if n > 1}.union(numbers(program.outputs))
+    made = [e.outvals for e in program.equations if e.name not in VIEWS]
+    return device.launch_s * sum([not stored.isdisjoint(values) for values in made])
 
 
 def _other_seconds(program: Program, device: Device) -> float:
     """Return the seconds of elementwise arithmetic and of all traffic, without those of bodies."""
-    sizes = [aval_size(aval) for aval in program.avals]
-    steps_of = functools.cache(device.functions.of)
+    avals = {id(aval): aval for aval in program.avals}  # JAX shares equal ones
+    size_of = {key: aval_size(aval) for key, aval in avals.items()}
+    bytes_of = {key: aval_bytes(aval) for key, aval in avals.items()}
+    sizes = [size_of[id(aval)] for aval in program.avals]
+    held = [bytes_of[id(aval)] for aval in program.avals]
     equations = [e for e in program.equations if e.name not in VIEWS]
-    held = [aval_bytes(aval) for aval in program.avals]
-    moved = sum([held[v] for e in equations for v in (*e.reads, *e.outvals)])
-    steps = sum([sizes[v] * (1.0 + steps_of(e.name)) for e in equations for v in e.outvals])
+    each = {name: 1.0 + device.functions.of(name) for name in {e.name for e in equations}}
+    made = [e.outvals for e in equations]
+    moved = sum(map(held.__getitem__, chain(*[e.reads for e in equations], *made)))
+    steps = sum([sizes[v] * each[e.name] for e in equations for v in e.outvals])
     return moved / device.bytes_per_s + steps / device.elementwise_per_s

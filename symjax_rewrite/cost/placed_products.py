@@ -85,7 +85,7 @@ def across_seconds(program: Program, device: Device, within: Collection[Equation
     """
     if device.layouts is None:
         return 0.0
-    makers, users = makers_of(program.equations), users_of(program.equations)
+    makers, users = program.once(makers_of), program.once(users_of)
     seconds, outputs = 0.0, set(numbers(program.outputs))
     for e in filter(is_product, within):
         if not is_plain(e) or has_batch(e):

@@ -157,16 +157,19 @@ class CostModel:
         self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
         self._alike: dict[tuple, tuple] = {}  # the same but operands, by what these follow from
 
-    def join_seconds(
-        self, flops: float, read_bytes: float, made_bytes: float, dtype: str, rows: float
-    ) -> float:
-        """Return the seconds of one matrix product.
+    def joins(self, dtype: str) -> Callable[[float, float, float, float], float]:
+        """Return a function of FLOPs, bytes read, bytes made and rows: the seconds of one product.
 
-        rows: the length of its longest axis, times its batch; 0 beside a vector.
+        Its rows are the length of its longest axis, times its batch; 0 beside a vector.
         """
         d = self.device
-        busy = flops / d.peak(dtype) + (d.packing_seconds(read_bytes, rows) if rows else 0.0)
-        return max(busy, (read_bytes + made_bytes) / d.bytes_per_s) + d.launch_s
+        peak, rate, launch_s, packing = d.peak(dtype), d.bytes_per_s, d.launch_s, d.packing_seconds
+
+        def seconds(flops: float, read_bytes: float, made_bytes: float, rows: float) -> float:
+            busy = flops / peak + (packing(read_bytes, rows) if rows else 0.0)
+            return max(busy, (read_bytes + made_bytes) / rate) + launch_s
+
+        return seconds
 
     def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node with every operand in memory: the greedy estimate."""
@@ -451,7 +454,7 @@ class CostModel:
 
     @cached_property
     def _makers(self) -> dict[int, Equation]:
-        return {} if self.terms is None else makers_of(self.terms.program.equations)
+        return {} if self.terms is None else self.terms.program.once(makers_of)
 
     @staticmethod
     def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:

@@ -36,7 +36,7 @@ def transposed_seconds(
     """
     if device.layouts is None:
         return 0.0
-    users, outputs = users_of(program.equations), {*numbers(program.outputs)}
+    users, outputs = program.once(users_of), {*numbers(program.outputs)}
     folded = {
         e.outvals[0]
         for e in program.equations
@@ -44,7 +44,7 @@ def transposed_seconds(
         and e.outvals[0] not in outputs
         and all(r.name in FOLDING or _undoes(r, e) for r in users.get(e.outvals[0], ()))
     }
-    makers = makers_of(program.equations)
+    makers = program.once(makers_of)
     copies = _Copies(program.avals, makers, _shared(users), device, device.layouts)
     seconds = 0.0
     for e in program.equations if within is None else within:
@@ -65,7 +65,7 @@ def copied_operands(program: Program, device: Device) -> Iterator[tuple[list[Equ
     """
     if device.layouts is None:
         return
-    users, makers = users_of(program.equations), makers_of(program.equations)
+    users, makers = program.once(users_of), program.once(makers_of)
     copies = _Copies(program.avals, makers, _shared(users), device, device.layouts)
     readers: dict[int, list[Equation]] = {}
     for e in program.equations:
@@ -147,17 +147,21 @@ def _operands(e: Equation, copies: _Copies) -> dict[int, float]:
     XLA computes a product without free axes as one reduction, which reads both in either order.
     """
     summed, batch = e.eqn.params["dimension_numbers"]
-    found: list[list[float]] = []
     is_reduction = _rank(e) == len(batch[0])
-    for v, x, ours, many in zip(e.invals, e.eqn.invars, summed, batch, strict=True):
-        aval: Any = x.aval
-        free = [k for k in range(aval.ndim) if k not in ours and k not in many]
+
+    def seconds_of(side: int, way: int) -> float:
+        x: Any = e.eqn.invars[side].aval
+        ours, many = summed[side], batch[side]
+        free = [k for k in range(x.ndim) if k not in ours and k not in many]
         last = (*ours, *many) if is_reduction else (*many, *ours, *free)
-        ways = ((*many, *free, *ours), last)
-        found.append([copies.of(v, aval, way, is_operand=True) for way in ways])
-    sides: Sequence[float] = [ways[side] if all(ways) else 0.0 for side, ways in enumerate(found)]
+        order = last if way else (*many, *free, *ours)
+        return copies.of(e.invals[side], x, order, is_operand=True)
+
     if is_reduction:
-        sides = min(zip(*found, strict=True), key=sum)
+        sides = min(([seconds_of(side, way) for side in (0, 1)] for way in (0, 1)), key=sum)
+    else:  # an operand that is in one of the orders is not copied
+        made = [seconds_of(side, side) for side in (0, 1)]
+        sides = [s if s and seconds_of(side, 1 - side) else 0.0 for side, s in enumerate(made)]
     seconds: dict[int, float] = {}
     for v, s in zip(e.invals, sides, strict=True):
         if s and isinstance(v, int):

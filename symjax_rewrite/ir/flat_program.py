@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.literal_folding import FOLDABLE, folded
 
+T = TypeVar("T")
 Value = int | jax_internals.Literal  # a numbered value, or a literal
 
 
@@ -85,6 +86,19 @@ class Program:
     outputs: list[Value] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     has_rules: bool = False
+    _found: tuple[list[Equation], int, dict[Any, Any]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def once(self, find: Callable[[list[Equation]], T]) -> T:
+        """Return what a function finds in the equations; again if some were added or replaced."""
+        known, equations = self._found, self.equations
+        if known is None or known[0] is not equations or known[1] != len(equations):
+            known = self._found = (equations, len(equations), {})
+        found = known[2]
+        if find not in found:
+            found[find] = find(equations)
+        return found[find]
 
     def new_value(self, aval: Any) -> int:
         """Return a new value of this aval."""

@@ -92,7 +92,7 @@ class _Units:
     def __init__(self, program: Program, parts: Sequence[Part]) -> None:
         self.program = program
         self.given = {v: part for part in parts for v in part.gives}
-        self.equation_of = makers_of(program.equations)
+        self.equation_of = program.once(makers_of)
         self.unit_of: dict[int, _Unit] = {}
         self._units: dict[int, _Unit] = {}
         self.there = {*program.inputs, *program.consts}

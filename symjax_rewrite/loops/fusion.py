@@ -39,7 +39,7 @@ class Surroundings:
     @functools.cached_property
     def makers(self) -> dict[int, Equation]:
         """Return, for each value, the equation that makes it."""
-        return makers_of(self.program.equations)
+        return self.program.once(makers_of)
 
     @functools.cached_property
     def users(self) -> dict[int, list[Equation]]:

@@ -79,6 +79,7 @@ def _order_operands(loop: Loop) -> None:
     It compares rounded sums with themselves, which a scan adds up in another order.
     """
     found = makers_of([e for e in loop.body.equations if e.name in _ORDERS])
+    ordered = [*loop.body.equations]
     for k, e in enumerate(loop.body.equations):
         if e.name != "eq":
             continue
@@ -90,8 +91,9 @@ def _order_operands(loop: Loop) -> None:
                 order = made.eqn.invars if place == 0 else made.eqn.invars[::-1]
                 eqn = e.eqn.replace(primitive=_ORDERS[made.name], invars=[*order])
                 invals = made.invals if place == 0 else made.invals[::-1]
-                loop.body.equations[k] = Equation(eqn, invals, e.outvals, calls=e.calls)
+                ordered[k] = Equation(eqn, invals, e.outvals, calls=e.calls)
                 break
+    loop.body.equations = ordered
 
 
 def _take_counters(loop: Loop) -> None:

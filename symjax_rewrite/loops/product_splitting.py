@@ -149,8 +149,9 @@ def _replace_joined(loop: Loop, e: Equation, side: int, joined: Equation) -> lis
 
 
 def _put(loop: Loop, old: Equation, new: list[Equation]) -> None:
-    at = loop.body.equations.index(old)
-    loop.body.equations[at : at + 1] = new
+    equations = loop.body.equations
+    at = equations.index(old)
+    loop.body.equations = [*equations[:at], *new, *equations[at + 1 :]]
 
 
 def _spans(sizes: Sequence[int]) -> list[Span]:

@@ -35,7 +35,7 @@ class Sinkable:
     @functools.cached_property
     def makers(self) -> dict[int, Equation]:
         """Return the equation that makes each value."""
-        return makers_of(self.program.equations)
+        return self.program.once(makers_of)
 
     def _bytes(self, v: int) -> float:
         return aval_bytes(self.program.avals[v])

@@ -59,7 +59,7 @@ class EquationForms(ABC):
             return
         found = [e for e in program.equations if e.name in self.primitives]
         found = [e for e in found if is_in_place(e, self.dtypes)]
-        makers = makers_of(program.equations) if found else {}
+        makers = program.once(makers_of) if found else {}
         for e in found:
             if self.leaves(e, makers):
                 continue

@@ -73,14 +73,14 @@ class Fused:
 
     def __init__(self, program: Program, device: Device, facts: FusionFacts) -> None:
         self.program, self.device, self.facts = program, device, facts
-        self.makers = makers_of(program.equations)
+        self.makers = program.once(makers_of)
         self._chains: dict[int, Chain] = {}
         self._pieces: dict[int, Chain] = {}
         self._products: dict[int, list[Equation]] = {}
 
     @functools.cached_property
     def users(self) -> dict[int, list[Equation]]:
-        return users_of(self.program.equations)
+        return self.program.once(users_of)
 
     def chain(self, x: int) -> Chain:
         """Return the operations that compute a value from smaller ones."""

@@ -54,7 +54,7 @@ class OrientedProducts:
         products = [*filter(is_product, program.equations)]
         if not products:
             return
-        makers, users = makers_of(program.equations), users_of(program.equations)
+        makers, users = program.once(makers_of), program.once(users_of)
         outputs = set(numbers(program.outputs))
         for e in products:
             if not is_plain(e) or is_sharded(e):

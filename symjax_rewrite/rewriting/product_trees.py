@@ -17,6 +17,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.contraction_order import (
+    CostOf,
     Repeats,
     Tree,
     best_order,
@@ -133,7 +134,7 @@ class _TreeBuilder:
             form_of = functools.partial(self._form, mine)
             repeats = Repeats(kinds, form_of) if len(number) < len(mine) else None
             least = ctx.model.device.launch_s
-            found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats, least)
+            found = best_order(masks, out, self._join_costs(), ctx.pairs, free, repeats, least)
             if found is None:
                 reason = Obstacle.BUDGET("the budget of pairs ran out")
                 ctx.refuse("contraction_order", reason, self.why.source)
@@ -246,14 +247,19 @@ class _TreeBuilder:
             leaves.append(Leaf(whole.cls, self._count(mask), narrow, f != whole, frozen(whole.cls)))
         return leaves
 
-    def _join_cost(self, left: int, right: int, kept: int) -> float:
-        size = itemsize(self.dtype)
-        read, made = (self._count(left) + self._count(right)) * size, self._count(kept) * size
-        d = self.ctx.model.device
-        if left & right & ~kept:
-            flops, rows = 2 * self._count(left | right), rows_of(left, right, kept, self._count)
-            return self.ctx.model.join_seconds(flops, read, made, self.dtype, rows)
-        return self._count(left | right) / d.elementwise_per_s + (read + made) / d.bytes_per_s
+    def _join_costs(self) -> CostOf:
+        """Return the function of index sets that gives the seconds of one join."""
+        size, count, model = itemsize(self.dtype), self._count, self.ctx.model
+        joins, d = model.joins(self.dtype), model.device
+
+        def seconds(left: int, right: int, kept: int) -> float:
+            read, made = (count(left) + count(right)) * size, count(kept) * size
+            if left & right & ~kept:
+                rows = rows_of(left, right, kept, count)
+                return joins(2 * count(left | right), read, made, rows)
+            return count(left | right) / d.elementwise_per_s + (read + made) / d.bytes_per_s
+
+        return seconds
 
 
 class _Volumes(dict[int, float]):

@@ -101,7 +101,7 @@ def repeated_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:
 def _repeated(t: TermGraph, need: Needed, model: CostModel) -> Iterator[tuple[int, float, float]]:
     """Yield classes of products that equations repeat, with seconds as written and done once."""
     products = {cls: e for cls in need.order if (e := repeats(t, cls)) is not None}
-    ours, users = {id(e) for e in products.values()}, users_of(t.program.equations)
+    ours, users = {id(e) for e in products.values()}, t.program.once(users_of)
     outputs, device = set(numbers(t.program.outputs)), model.device
     for cls, e in products.items():
         _, k = t.made_by[cls]

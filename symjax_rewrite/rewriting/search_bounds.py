@@ -338,7 +338,7 @@ class _FlatProducts:
     def _ordered(self, cls: int, factors: Factors) -> float | None:
         """Return the seconds of a product in its best order; only sums count."""
         of, model = self.g.classes[cls], self.model
-        size, out = itemsize(of.dtype), len(of.sizes)
+        size, out, joins = itemsize(of.dtype), len(of.sizes), model.joins(of.dtype)
         sizes: Any = dict(enumerate(of.sizes)) | dict(enumerate(self.sizes, FIRST_BOUND))
 
         @functools.cache
@@ -355,7 +355,7 @@ class _FlatProducts:
                 return 0.0
             moved = size * (count(left) + count(right)), size * count(kept)
             rows = rows_of(left, right, kept, count)
-            return model.join_seconds(2 * count(left | right), *moved, of.dtype, rows)
+            return joins(2 * count(left | right), *moved, rows)
 
         masks = [sum([1 << i for i in axes]) for _, axes in factors]
         found = best_order(masks, (1 << out) - 1, seconds, Pairs.of(MOST_PAIRS))

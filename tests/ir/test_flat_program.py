@@ -9,6 +9,7 @@ from jax import lax
 from symjax_rewrite import packs
 from symjax_rewrite.cost.profile_file import selected_device
 from symjax_rewrite.ir import flat_program
+from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import flatten, flattening_once
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import Options
@@ -22,6 +23,18 @@ def test_programs_of_one_jaxpr_change_apart():
         one.new_value(closed.in_avals[0])
         assert len(other.equations) == len(flatten(closed).equations) == 2
         assert len(other.avals) == len(flatten(closed).avals) == 3
+
+
+def test_makers_are_found_once_and_again_after_a_change():
+    program = flatten(jax.make_jaxpr(lambda x: jnp.sin(x) * x)(1.0))
+    found = program.once(makers_of)
+    assert program.once(makers_of) is found
+    program.equations.append(program.equations[-1])
+    again = program.once(makers_of)
+    assert again is not found
+    program.equations = [*program.equations[:-2], program.equations[-1]]
+    assert program.once(makers_of) is not again
+    assert program.copy().once(makers_of) == program.once(makers_of)
 
 
 def test_a_body_is_flattened_once_in_a_run(monkeypatch):

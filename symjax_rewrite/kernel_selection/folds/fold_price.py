@@ -183,7 +183,7 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
         return math.inf
     p, dtype = flattest(g, m.reduction.cls), g.classes[m.reduction.cls].dtype
     sizes = [t.number(s) for s in (*g.classes[m.reduction.cls].sizes, *p.bound)]
-    model = CostModel(device, t.number, terms=t)
+    joins = CostModel(device, t.number, terms=t).joins(dtype)
 
     def count(mask: int) -> float:
         return math.prod(s for i, s in enumerate(sizes) if mask >> i & 1)
@@ -193,7 +193,7 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
             return math.inf
         read, made = itemsize(dtype) * (count(left) + count(right)), itemsize(dtype) * count(kept)
         rows = rows_of(left, right, kept, count)
-        return model.join_seconds(2 * count(left | right), read, made, dtype, rows)
+        return joins(2 * count(left | right), read, made, rows)
 
     masks = [sum(1 << i for i in {*f.axes}) for f in p.factors]
     found = best_order(masks, (1 << p.out) - 1, seconds, Pairs.of(MOST_PAIRS))
