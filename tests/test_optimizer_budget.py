@@ -99,21 +99,16 @@ def test_the_clock_keeps_the_original():
     assert not report.rules
 
 
-@pytest.mark.parametrize("rank", (0, 4), ids=("plain", "with adapters"))
-def test_layers_of_a_deep_program_are_not_searched(rank):
-    """Of a sum of a weight and a small product, the product with the weight is needed anyway."""
-
+def test_plain_layers_of_a_deep_program_are_not_searched():
     def network(x, layers):
-        for gain, shift, weight, bias, a, b in layers:
-            x = jnp.tanh((x * gain + shift) @ (weight + a @ b if rank else weight) + bias)
+        for gain, shift, weight, bias in layers:
+            x = jnp.tanh((x * gain + shift) @ weight + bias)
         return x
 
     widths = (256, 512, 768, 256, 1024, 512)
-    shapes = [
-        ((n,), (n,), (n, m), (m,), (n, rank), (rank, m)) for n, m in itertools.pairwise(widths)
-    ]
+    shapes = [((n,), (n,), (n, m), (m,)) for n, m in itertools.pairwise(widths)]
     specs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=_is_shape)
-    x = jax.ShapeDtypeStruct((1024, widths[0]), "float32")
+    x = jax.ShapeDtypeStruct((128, widths[0]), "float32")
     report = sym_optimize(network).explain(x, specs)
     (use,) = [r for r in report.routes if r.name == "search"]
     assert use.reason == "no rule was tried: the order of products is the best"
