@@ -12,7 +12,8 @@ of short rows; `fold_search` of `FoldFacts`. *Features*: squared distances by th
 features; `row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's
 least entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of
 differences in batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums
-over features with as many columns as rows; `square_repeats` of `FusionFacts`. *Repeated*: sums of
+over features with as many columns as rows; `square_repeats` of `FusionFacts`. *Batched sums*:
+batches of products of sums over features; `batch_pages` of `FusionFacts`. *Repeated*: sums of
 rows, copied along an inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices
 with few columns, and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and
 `cached_rows` of `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
@@ -55,6 +56,7 @@ from performance_fuzz import timing
 
 from symjax_rewrite import sym_optimize
 
+BATCHED_SIZES = ((1, 5), (6, 9.5), (6, 9), (3, 6.6), (1, 7.6))  # logarithms
 BANDWIDTH = 2e10  # bytes/s, of the profile
 
 
@@ -270,6 +272,32 @@ def followed(count: int = 60, seed: int = 1) -> None:
             print(
                 f"sums of {least:3} features and more: {mean:.2f} times as long, at most {most:.1f}"
             )
+
+
+def batched_sums(count: int = 100, seed: int = 1) -> None:
+    """Print the pages that batches of products of sums of differences write, as shares of all."""
+    rng, found = random.Random(seed), list[tuple[float, float, float]]()
+    while len(found) < count:
+        batch, n, m, width, out = (int(2 ** rng.uniform(*r)) for r in BATCHED_SIZES)
+        pages_s = 4 * batch * n * m * width / 2e9
+        if 0.01 < pages_s < 0.15 and n != out:
+            args = array(batch, n, width), array(batch, m, width), array(batch, m, out)
+            fused, apart = (
+                seconds_of(
+                    lambda x, y, v, f=f: f(jnp.sum((x[:, :, None] - y[:, None]) ** 2, -1)) @ v,
+                    *args,
+                )
+                for f in (lambda x: x, stored)
+            )
+            found.append((pages_s, fused - apart, fused / apart))
+    for least in (32, 48, 64, 96, 128, 192):
+        some = [f for f in found if least <= f[0] * 2e9 / (1 << 20) < least * 1.5]
+        pages_s, longer_s, times = (sum(column) for column in zip(*some, strict=True))
+        most = max(t for *_, t in some)
+        print(
+            f"rows of {least:3} MiB and more: {longer_s / pages_s:.2f} of the pages,"
+            f" {times / len(some):.1f} times as long, at most {most:.0f}"
+        )
 
 
 def fused_products(width: int = 64) -> None:
@@ -535,6 +563,7 @@ def main() -> None:
         tiles()
         ties()
         squares()
+        batched_sums()
         repeated()
         blocks()
         pieces()

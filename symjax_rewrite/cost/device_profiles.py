@@ -410,6 +410,7 @@ CPU = Device(
         FusionFacts(
             repeats_pieces=True,
             square_repeats=4.0,
+            batch_pages=0.3,
             repeated_s=2e-8,
             followed=1.6,
             sums_are_products=True,

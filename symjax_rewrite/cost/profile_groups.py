@@ -436,6 +436,9 @@ class FusionFacts:
     square_repeats: float = quantity(
         "1", "times that a product with a square result repeats a sum fused with it", LAWS, 0.0
     )
+    batch_pages: float = quantity(
+        "1", "share of the pages of computed rows that a batch of products writes, mean", LAWS, 0.0
+    )
     repeated_s: float = quantity(
         "s/element", "of a reduction's result, repeated along an inner axis by its call", LAWS, 0.0
     )
@@ -466,6 +469,14 @@ class FusionFacts:
         """
         shares = (row / self.long_row - 1, elements / self.followed_elements - 1)
         return 1 + (self.followed - 1) * math.prod(min(max(s, 0.0), 1.0) for s in shares)
+
+    def batch_page_share(self, kept_blocks: float) -> float:
+        """Return the share of the pages of computed rows that a batch of products writes.
+
+        kept_blocks: the rows, in blocks that the allocator keeps. The share rises from one block up
+        to four, so that prices have no jump.
+        """
+        return self.batch_pages * min(max((kept_blocks - 1) / 3, 0.0), 1.0)
 
     def across_seconds(self, rows: float, page_s: float) -> float:
         """Return the seconds of a reduction across short rows in a fusion.

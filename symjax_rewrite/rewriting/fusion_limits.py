@@ -11,6 +11,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
   operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
   operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
   times as long.
+- A batch of products takes reductions of shorter rows too. Until jaxlib 0.11 it writes their
+  operands for some sizes, and takes up to 15 times as long.
 - A call takes longer for long rows if operations follow their reduction, 1.6 times as long in the
   mean and up to 20 times.
 - A product of rows and a vector stores the rows. A sum of products does not, but until jaxlib 0.11
@@ -184,21 +186,25 @@ def _narrow_forms(e: Equation, r: Fused) -> dict[Equation, Candidate]:
 def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:
     """Yield reductions of computed rows that a product of matrices reads: max |x - y| @ W."""
     facts, device = r.facts, r.device
-    for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= facts.long_row]:
+    least = facts.vector if facts.batch_pages else facts.long_row
+    for e in [e for e in found if shape_of(e.eqn.invars[0])[-1] >= least]:
         chain = r.chain(e.reads[0])
-        long = _is_along_rows(e, chain.width) and chain.width >= facts.long_row
-        if not (long and chain.is_in_call) or chain.selected:
+        along = _is_along_rows(e, chain.width) and chain.width >= least
+        if not (along and chain.is_in_call) or chain.selected:
             continue
         readers = [*dict.fromkeys(_product_readers(e, r))]
-        products = [u for u in readers if not (_is_batched(u) or _is_square(u))]
-        if len(readers) == len(products) == 1:  # XLA stores the operands of several products
-            rows_s = facts.row_s * size_made(e)
-            fused_s = rows_s + device.page_seconds(4.0 * size_read(e))
-            stored_s = (
-                rows_s + facts.stored_s * size_made(e) + device.page_seconds(4.0 * size_made(e))
-            )
-            if r.pays(fused_s, stored_s):
-                yield e, candidate(RULE, e.where(), _stored_result(e), (fused_s, stored_s))
+        if len(readers) != 1 or _is_square(readers[0]):  # XLA stores the operands of several
+            continue
+        size, written_bytes = size_made(e), 4.0 * size_read(e)
+        pages_s = device.page_seconds(written_bytes)
+        if _is_batched(readers[0]):
+            pages_s *= facts.batch_page_share(written_bytes / device.memory.kept_bytes)
+        elif chain.width < facts.long_row:
+            continue
+        rows_s = facts.row_s * size
+        stored_s = rows_s + facts.stored_s * size + device.page_seconds(4.0 * size)
+        if r.pays(rows_s + pages_s, stored_s):
+            yield e, candidate(RULE, e.where(), _stored_result(e), (rows_s + pages_s, stored_s))
 
 
 def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:

@@ -183,6 +183,15 @@ def test_the_kernel_of_a_square_product_is_stored() -> None:
 
 
 @OLD
+def test_distances_in_a_batch_of_products_are_stored_where_their_rows_are_fresh_memory() -> None:
+    batch = lambda n: (array(5, n, 32), array(5, 512, 32), array(5, 512, 8))  # noqa: E731
+    assert stored(jax.vmap(kernel_times), *batch(512))
+    assert not stored(jax.vmap(kernel_times), *batch(64))
+    short = array(6, 900, 4), array(6, 900, 4), array(6, 900, 8)
+    assert not stored(jax.vmap(kernel_times), *short)
+
+
+@OLD
 def test_a_square_kernel_right_of_a_product_is_stored_where_the_product_is_fused() -> None:
     def product(b, x):
         return b @ jnp.exp(-distances(x, x + 1))
