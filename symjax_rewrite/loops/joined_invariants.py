@@ -6,6 +6,7 @@ inputs, whose products cost nothing. A loop of unknown length must also lose not
 `FEW_STEPS`.
 
     for …: h ← tanh((h @ A) @ B)  →  C = A @ B; for …: h ← tanh(h @ C)
+    for …: h ← tanh((h @ (P @ Q)) @ B)  →  C = Q @ B; for …: h ← tanh((h @ P) @ C), P narrow
 """
 
 from __future__ import annotations
@@ -101,13 +102,40 @@ class _Pairs:
     def _pays(self, inner: Equation, outer: Equation) -> bool:
         """Return True if the product of the two invariants, computed once, saves arithmetic.
 
-        The time in which a product starts is no reason: one wider product may take as long as two.
+        Of an invariant that is a product, the factor next to the other invariant may be joined
+        with that one. The time in which a product starts is no reason: one wider product may take
+        as long as two.
         """
         alone = sum([aval_size(e.eqn.outvars[0].aval) * self._summed(e) for e in (inner, outer)])
         moving, first = self._sizes(inner)
-        columns = self._sizes(outer)[1] / self._summed(outer)
-        joined = lambda steps: steps * moving * columns + first * columns  # noqa: E731
-        return pays_joined(lambda steps: steps * alone, joined, self.loop, self.device)
+        summed, between = self._summed(inner), self._summed(outer)
+        columns = self._sizes(outer)[1] / between
+        narrow = moving / summed * (summed + columns)  # in each step, by element of the rank
+        forms = [(moving * columns, first * columns)]
+        forms += [(narrow * r, r * between * columns) for r in self._ranks(inner)]
+        forms += [(narrow * r, first * r) for r in self._ranks(outer)]
+
+        def pays(each: float, once: float) -> bool:
+            return pays_joined(
+                lambda steps: steps * alone,
+                lambda steps: steps * each + once,
+                self.loop,
+                self.device,
+            )
+
+        return any(pays(*form) for form in forms)
+
+    def _ranks(self, e: Equation) -> Iterator[float]:
+        """Yield the elements that a product sums over which makes the invariant operand."""
+        stack = [v for v in e.reads if self.level[v] == 0]
+        for v in stack:
+            maker = self.makers.get(v)
+            if maker is None:
+                continue
+            if maker.name == "dot_general":
+                yield self._summed(maker)
+            elif maker.name in VIEWS | SCALED:
+                stack += maker.reads
 
     def _summed(self, e: Equation) -> float:
         return max(elements(tuple(summed_sizes(e.eqn))), 1.0)

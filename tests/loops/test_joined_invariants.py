@@ -48,12 +48,16 @@ def until(step: Step, h: jax.Array, *weights: jax.Array, most: Any = STEPS) -> j
     return lax.while_loop(going, lambda s: (s[0] + 1, step(s[1], *weights)), state)[1]
 
 
-def products_in_steps(fun: Callable, *args: jax.Array, **options: Any) -> int:
+def step_products(fun: Callable, *args: jax.Array, **options: Any) -> list[Any]:
     """The products in the bodies of the loops of an optimised program."""
     report = sym_optimize(fun, device="cpu", **options).explain(*args)
     found = [b for e in report.after.jaxpr.eqns for b in jax_internals.bodies(e)]
-    inner = [e.primitive.name for body in found for e in jax_internals.all_equations(body)]
-    return inner.count("dot_general")
+    inner = [e for body in found for e in jax_internals.all_equations(body)]
+    return [e for e in inner if e.primitive.name == "dot_general"]
+
+
+def products_in_steps(fun: Callable, *args: jax.Array, **options: Any) -> int:
+    return len(step_products(fun, *args, **options))
 
 
 @pytest.mark.parametrize("step", [dense, residual])
@@ -67,6 +71,18 @@ def test_invariants_are_multiplied_once(loop: Callable, step: Step) -> None:
         made,
         jax.jit(fun)(H, A, B),
     )
+
+
+def test_an_inner_factor_of_an_invariant_is_joined() -> None:
+    def step(h, e, p, q, b):
+        return jnp.tanh(jnp.tanh(h @ e) @ (p @ q) @ b)
+
+    h, e, b = draw(2, 2548, seed=2), draw(2548, 72, seed=3), draw(128, 2548, seed=4)
+    args = h, e, draw(72, 5, seed=5), draw(5, 128, seed=6), b
+    fun = lambda *args: lax.scan(lambda h, _: (step(h, *args[1:]), h[0]), h, None, 64)  # noqa: E731
+    read = [v.aval.size for product in step_products(fun, *args) for v in product.invars]
+    assert 128 * 2548 not in read
+    assert 5 * 2548 in read
 
 
 def test_elements_of_a_batch_end_at_their_own_steps() -> None:
