@@ -62,7 +62,7 @@ class Keyed(NamedTuple):
 
 def scattered(t: TermGraph, cls: int, sets: bool = True) -> Keyed | None:
     """Return a scatter into zeros that adds; if `sets`, also one that has one place in each row."""
-    found = _scatter(t, cls, SCATTERS if sets else SCATTERS[:2])
+    found = _scatter(t, cls, SCATTERS if sets else SCATTERS[:1])
     return scattered(t, cls, sets=False) if sets and found is not None and found.bound else found
 
 

@@ -105,10 +105,10 @@ class Pair:
     gone: classes that sums leave out, since they are zero. made: reductions found before, whose
     sums are not written out. single: the indices of the term, where there is one row and no row
     index. inside: row values that tiles compute themselves. tables: tiles may look values up in
-    tables. chosen: where tiles are read at some columns of each row alone, a class that is zero at
-    other columns, and its value there: a reference over its slots, and over names that number the
-    columns. cancels: sums may lose digits, as numerics="cancels" permits. known_bounds: results of
-    `bounds`, for the terms along every two indices.
+    tables. chosen: where tiles are read at some columns of each row alone, a reference that is zero
+    at other columns, and its value there: a reference over its slots, and over names that number
+    the columns. cancels: sums may lose digits, as numerics="cancels" permits. known_bounds: results
+    of `bounds`, for the terms along every two indices.
     """
 
     t: TermGraph
@@ -119,7 +119,7 @@ class Pair:
     single: frozenset | None = None
     inside: frozenset[int] = frozenset()
     tables: bool = False
-    chosen: tuple[int, Ref] | None = None
+    chosen: tuple[Ref, Ref] | None = None
     cancels: bool = False
     known_bounds: dict[Slots, Bounds] = field(default_factory=dict)
     _fresh: int = field(default=0, init=False)
@@ -200,7 +200,7 @@ class Pair:
         node = node_of(self.g, ref.cls)
         if reads_twice(ref) or self.g.classes[ref.cls].dtype[:7] == "complex":
             return Opened("leaf")
-        if self.chosen is not None and ref.cls == self.chosen[0]:
+        if self.chosen is not None and ref == self.chosen[0]:
             value = self.chosen[1]
             axes = [i if isinstance(i, str) else ref.axes[i] for i in value.axes]
             return Opened("chosen", (Ref(value.cls, tuple(axes)),))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.index_tests import comparisons, indicated, label_of
 from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import is_zero, selected_case
@@ -48,6 +49,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
 from symjax_rewrite.kernel_selection.folds.slices import narrowed
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import ClassRoute, Proposal, candidates
+from symjax_rewrite.loops.carry_dependence import holds
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.algebra import giving_way_to_rules
 from symjax_rewrite.text_tables import too_slow
@@ -263,7 +265,7 @@ class _Finder:
             return None
         if column < node.out and math.prod(sizes[i] for i in range(node.out)) > MOST_ELEMENTS:
             return None
-        pair = Pair(self.t, row, column, chosen=(source.cls, source.value))
+        pair = Pair(self.t, row, column, chosen=(held, source.value))
         tile = explore(pair, [a for a in node.args if pair.holds(a)])
         if tile is None or tile.looked or not self._is_steady(tile):
             return None
@@ -271,10 +273,14 @@ class _Finder:
         place = source.place.over({
             i: i if isinstance(i, str) else names[held.axes[i]] for i in source.place.axes
         })  # fmt: skip
+        named = replace(pair, chosen=(held.over(names), source.value))
         builder = TileBuilder(
-            self.t, pair, sizes={**{names[i]: s for i, s in sizes.items()}, **extra}
+            self.t, named, sizes={**{names[i]: s for i, s in sizes.items()}, **extra}
         )
         roots = [builder.build(a.over(names)) for a in node.args]
+        value = builder.number.get(held.over(names))
+        if extra and not _is_linear(builder.steps, roots, value):
+            return None  # values at equal places of a row would be summed after the product
         columns = Columns(builder, (*(names[i] for i in lead), *extra), place)
         mine = tuple(names[i] for i in range(node.out))
         total = SparseSum(columns, roots, mine, self.g.classes[cls].dtype, source.clips)
@@ -298,6 +304,36 @@ class _Finder:
             if is_mine or node.op == op.LEAF or is_test_like(self.g, cls):
                 found.add(cls)
         return found
+
+
+def _is_linear(steps: Sequence[Step], roots: list[int], value: int | None) -> bool:
+    """Return True if a product of steps is linear in the value of one step."""
+    degrees: list[float] = []
+    for n, step in enumerate(steps):
+        degrees.append(1 if n == value else _degree(step, [degrees[a] for a in step.args], steps))
+    return sum(degrees[n] for n in roots) == 1
+
+
+def _degree(step: Step, of: list[float], steps: Sequence[Step]) -> float:
+    """Return a step's degree in a value, by those of its operands; infinite for no polynomial.
+
+    A cast to a smaller float rounds each value of a sum.
+    """
+    kind, attr = step.data if step.kind == "apply" else (step.kind, ("",))
+    if not any(of):
+        return 0
+    if kind == op.CONTRACT:
+        return sum(of)
+    if kind in (op.ADD, "diagonal"):
+        return max(of)
+    name = attr[0] if kind == op.MAP else ""
+    if name == "div" and not of[1]:
+        return of[0]
+    if name == "select_n" and not of[0]:
+        return max(of)
+    before = steps[step.args[0]].dtype
+    is_exact = dtype_kind(before) + dtype_kind(step.dtype) == "ff" and holds(step.dtype, before)
+    return of[0] if name == "convert_element_type" and is_exact else math.inf
 
 
 class SparseReductions:

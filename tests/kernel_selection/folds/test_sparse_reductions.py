@@ -139,6 +139,44 @@ def test_places_out_of_range_and_places_twice(mode, to):
     assert_equivalent(sym_optimize(fun, kernels="always"), jax.jit(fun), *args)
 
 
+def at_equal_places(v, x):
+    """Two values at one place of each row, which are added."""
+    at = jnp.arange(len(v))[:, None] * jnp.ones(2, int) * 7 % len(x)
+    return jnp.zeros((len(v), len(x))).at[jnp.arange(len(v))[:, None], at].add(v)
+
+
+def replaced(v, x):
+    at = jnp.arange(len(v))[:, None] * jnp.ones(2, int) * 7 % len(x)
+    return jnp.zeros((len(v), len(x))).at[jnp.arange(len(v))[:, None], at].set(v)
+
+
+def both_ways(v, x):
+    s = jnp.zeros((len(v), len(v))).at[jnp.arange(len(v)), jnp.arange(len(v)) * 7 % len(v)]
+    return (s.add(v[:, 0]) * s.add(v[:, 0]).T) @ x
+
+
+def positive(s):
+    return jnp.where(s > 0.5, s, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fun", "routed"),
+    [
+        (lambda v, x: at_equal_places(v, x) @ x, True),
+        (lambda v, x: at_equal_places(v, x) ** 2 @ x, False),
+        (lambda v, x: at_equal_places(v, x).astype(int).T @ jnp.ones((len(v), 2), int), False),
+        (lambda v, x: positive(at_equal_places(v, x)) @ x, False),
+        (lambda v, x: replaced(v, x) @ x, False),
+        (lambda v, x: replaced(v, x).T @ x, False),
+        (both_ways, True),
+    ],
+)
+def test_values_at_equal_places_are_summed_where_the_program_sums_them(fun, routed):
+    v, x = draw(200, 2), draw(200, 4)
+    assert taken(fun, v, x) == [True] * routed
+    assert_equivalent(sym_optimize(fun, kernels="always"), jax.jit(fun), v, x)
+
+
 def test_zeros_by_position_are_not_multiplied():
     """Beside the nearest a distance is zero: its derivative is infinite, times zero."""
 
