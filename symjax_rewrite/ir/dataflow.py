@@ -126,9 +126,10 @@ def connected(links: Iterable[tuple[T, T]]) -> dict[T, T]:
     parent: dict[T, T] = {}
 
     def root(x: T) -> T:
-        parent.setdefault(x, x)
-        while parent[x] != x:
-            parent[x] = x = parent[parent[x]]
+        above = parent.setdefault(x, x)
+        while above != x:
+            parent[x] = x = parent[above]
+            above = parent[x]
         return x
 
     for a, b in links:

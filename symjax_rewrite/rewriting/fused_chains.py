@@ -68,12 +68,14 @@ class Chain:
 class Fused:
     """A program as XLA fuses it on a device.
 
-    makers: of every value. users: the equations that read it.
+    makers: of every value. users: the equations that read it. readers: by reduction, the products
+    whose calls compute it, once they are known.
     """
 
     def __init__(self, program: Program, device: Device, facts: FusionFacts) -> None:
         self.program, self.device, self.facts = program, device, facts
         self.makers = program.once(makers_of)
+        self.readers: dict[Equation, list[Equation]] = {}
         self._chains: dict[int, Chain] = {}
         self._pieces: dict[int, Chain] = {}
         self._products: dict[int, list[Equation]] = {}

@@ -226,8 +226,8 @@ def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, 
             yield e, candidate(RULE, e.where(), _stored_result(e), seconds)
 
 
-def _product_readers(e: Equation, r: Fused) -> Iterator[Equation]:
-    """Yield the products whose call computes a reduction that they read.
+def _product_readers(e: Equation, r: Fused) -> list[Equation]:
+    """Return the products whose call computes a reduction that they read; they are found once.
 
     That holds for none behind a division by what is computed from the reduction, as by the sum of a
     softmax: XLA computes reciprocals in a loop of its own.
@@ -238,7 +238,9 @@ def _product_readers(e: Equation, r: Fused) -> Iterator[Equation]:
         is_ratio = u.name == "div" and len(u.reads) == 2
         return is_ratio and reaches([u.reads[1]], operands, e.outvals)
 
-    return filter(is_product, _fused_readers(e, r.users, ends))
+    if e not in r.readers:
+        r.readers[e] = [u for u in _fused_readers(e, r.users, ends) if is_product(u)]
+    return r.readers[e]
 
 
 def _fused_readers(

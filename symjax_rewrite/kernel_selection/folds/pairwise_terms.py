@@ -161,9 +161,10 @@ class Pair:
             stack.pop()
             if key not in known:
                 own, keys = opened[key]
-                found = [own, *[known[k] for k in keys]]
-                meets = any(x.meets for x in found)
-                known[key] = Bounds(max([x.read for x in found]), meets)
+                for inner in [known[k] for k in keys]:
+                    if inner.read > own.read or (inner.meets and not own.meets):
+                        own = Bounds(max(own.read, inner.read), own.meets or inner.meets)
+                known[key] = own
         return known[start]
 
     def _step_bounds(self, cls: int, row: int | None, column: int) -> tuple[Bounds, list[Slots]]:
