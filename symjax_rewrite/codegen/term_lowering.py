@@ -198,7 +198,7 @@ def _sum_by_vector(operand: Operand, needed: set[int], short_row: int) -> Operan
     is_wide = data.ndim > 1 and data.dtype in (np.float32, np.float64)
     if is_wide and gone == [data.ndim - 1]:
         sides, axes = (data, _ones(data, -1)), ((data.ndim - 1,), (0,))
-    elif is_wide and gone == [0] and _elements(data) > short_row * data.shape[0]:
+    elif is_wide and gone == [0] and _count(data.shape[1:]) > short_row:
         sides, axes = (_ones(data, 0), data), ((0,), (0,))
     else:
         return _sum_out(operand, needed)
