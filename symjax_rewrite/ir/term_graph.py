@@ -230,9 +230,12 @@ def _lift(t: TermGraph, number: int, e: Equation) -> None:
 
 
 def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
-    """Lift an equation by the terms of an equal implementation, if the axes line up."""
+    """Lift an equation by the terms of an equal implementation, if the axes line up.
+
+    The body of a loop may be without the equations of the implementation, which nothing reads.
+    """
     pairs = list(zip(e.outvals, e.same_as, strict=True))
-    if not all(isinstance(u, int) and t.ids[u] == t.ids[v] for v, u in pairs):
+    if not all(isinstance(u, int) and t.views[u] and t.ids[u] == t.ids[v] for v, u in pairs):
         return False
     for k, (v, u) in enumerate(pairs):
         view = t.view(u)

@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.term_graph import build
 from tests.equal_forms import CHOICES, agree
 from tests.fuzz.check import Failure, Mode, check_function, choosing
 
@@ -118,3 +122,16 @@ def test_operations_on_constants_are_folded():
         x = np.arange(12).reshape(4, 3).astype(dtype)
         for a, b in zip(sym_optimize(numbers)(x), jax.jit(numbers)(x), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_choice_by_platform_is_read_without_the_implementation_that_a_loop_dropped():
+    def twice(x):
+        return lax.platform_dependent(x, cpu=lambda x: x + x, default=lambda x: 2.0 * x)
+
+    program = flatten(jax.make_jaxpr(twice)(jnp.ones(3)))
+    (choice,) = [e for e in program.equations if e.name == "cond"]
+    whole = build(program.copy())
+    program.equations = [e for e in program.equations if not set(e.outvals) & {*choice.same_as}]
+    cut = build(program)
+    nodes = [node_of(t.graph, t.view(choice.outvals[0]).cls).op for t in (whole, cut)]
+    assert nodes == ["add", "native"]
