@@ -543,6 +543,23 @@ def copies(width: int = 2000) -> None:
             print(f"{4e-6 * rows * width:4.1f} MB as {name}: {4e-9 * rows * width / took:.0f} GB/s")
 
 
+def crossings() -> None:
+    """Print the times of adding the transpose to a function of products and arrays."""
+
+    def function(f: Any, p: Any, q: Any) -> Any:
+        made = (p @ q.T) * (1 - f)
+        return made + made * f
+
+    def crossed(f: Any, p: Any, q: Any) -> Any:
+        made = function(f, p, q)
+        return made + made.T
+
+    for rows in (250, 400, 700, 1024, 1500, 2048, 3000):
+        made = array(rows, rows), array(rows, 16), array(rows, 16)
+        took = seconds_of(crossed, *made) - seconds_of(function, *made)
+        print(f"{rows} rows: {1e9 * took / rows**2:.1f} ns an element")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -574,6 +591,7 @@ def main() -> None:
         lookups()
         inlined()
         copies()
+        crossings()
 
 
 if __name__ == "__main__":

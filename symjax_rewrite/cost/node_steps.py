@@ -42,6 +42,13 @@ def is_inverse_power(node: Node) -> bool:
     return node.op == op.MAP and node.attr[0] == "integer_pow" and dict(node.attr[1])["y"] < 0
 
 
+def diagonals(node: Node) -> tuple[int, ...]:
+    """Return the operands that a node reads along a diagonal alone."""
+    found = [a.cls for a in node.args if len(a.axes) > 1 and len({*a.axes}) < len(a.axes)]
+    whole = [a.cls for a in node.args if a.cls in found and len({*a.axes}) == len(a.axes)]
+    return tuple([c for c in found if c not in whole])
+
+
 class ElementwiseWork(NamedTuple):
     """The elementwise work of a kernel.
 

@@ -350,6 +350,10 @@ class ProductLayouts:
     copy_s: float = quantity(
         "s/element", "an array in memory read in another order of axes", ORIENTATION, 0.5e-9
     )
+    crossed_s: float = quantity(
+        "s/element", "read in two orders of axes at once, as in x + xᵀ, of long columns", LAWS, 8e-9
+    )
+    crossed_rows: int = quantity("elements", "of a column that is long", LAWS, 1 << 11)
     moved_row: int = quantity(
         "elements", "a longer row that is moved as a whole takes as long", ORIENTATION, 16
     )
@@ -361,6 +365,13 @@ class ProductLayouts:
     def across_each(self, row: int) -> float:
         """Return the seconds of an element of rows, of so many in float32, that are read across."""
         return self.across_s if 4 * row % self.conflict_bytes else self.conflict_s
+
+    def crossed_each(self, rows: float) -> float:
+        """Return the seconds of an element of a square that is read in two orders of axes at once.
+
+        rows: of the square. The more they are, the sooner a line of a cache is lost.
+        """
+        return min(rows / self.crossed_rows, 1.0) * self.crossed_s
 
     def copied_each(self, stride: int) -> float:
         """Return the seconds of an element of an array in float32 that is copied at a stride.

@@ -15,11 +15,13 @@ from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from symjax_rewrite.cost.crossings import crossed_steps, is_turned
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_outside, is_product_with_vector
 from symjax_rewrite.cost.node_steps import (
     VECTORISED,
     ElementwiseWork,
+    diagonals,
     functions_of,
     in_one,
     weight,
@@ -106,17 +108,19 @@ class Facts(NamedTuple):
     """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
 
     parts: operands of which it reads a part: those of a slice, and those read along a diagonal.
+    is_turned: True if it reads an operand in another order of axes.
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
     traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
     of the library computes. is_group: True for a reduction or a part whose operands are computed
     for it alone in its kernel. function: name of its function, or "". unrolled: further steps of
-    the function where XLA computes it element by element.
+    the function where XLA computes it element by element. row: elements of its last axis.
     """
 
     node: Node
     args: tuple[int, ...]
     parts: tuple[int, ...]
+    is_turned: bool
     is_kernel: bool
     is_free: bool
     bytes: float
@@ -129,6 +133,7 @@ class Facts(NamedTuple):
     is_group: bool
     function: str
     unrolled: float
+    row: float
 
 
 class CostModel:
@@ -356,8 +361,9 @@ class CostModel:
         if found is None:
             args = tuple([a.cls for a in node.args])
             args = args if len(args) < 2 else tuple(dict.fromkeys(args))
-            parts = args if node.op in PARTS else _diagonals(node)
-            found = self._facts[id(node)] = Facts(node, args, parts, *self._numbers(g, cls, node))
+            parts = args if node.op in PARTS else diagonals(node)
+            own = args, parts, is_turned(node)
+            found = self._facts[id(node)] = Facts(node, *own, *self._numbers(g, cls, node))
         return found
 
     def _numbers(self, g: EGraph, cls: int, node: Node) -> tuple[Any, ...]:
@@ -406,13 +412,13 @@ class CostModel:
         return (
             is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
             is_called, reduces or kind not in ELEMENTWISE, function,
-            self._steps_unrolled(made, slow * functions),
+            self._steps_unrolled(made, slow * functions), self._count(c.sizes[-1:]),
         )  # fmt: skip
 
     def ordered_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the most seconds that a node takes for the order of its axes in memory."""
         found = self.facts_of(g, cls, node)
-        plain = Facts(node, (), (), *self._numbers_of(g, cls, node, None))
+        plain = Facts(node, (), (), False, *self._numbers_of(g, cls, node, None))
         steps = found.work.functions + found.unrolled - plain.work.functions
         return (1 + self.device.memory.beside) * steps / self.device.folds.fused_steps_per_s
 
@@ -524,8 +530,11 @@ class CostModel:
                     inside.add(arg)
                     stack.append(arg)
                     called.update((arg,) if in_call else ())
-        work = _work_of([facts[c] for c in stack], [facts[c] for c, _ in read])
         made, flops = facts[root].bytes, facts[root].flops
+        work = _work_of([facts[c] for c in stack], [facts[c] for c, _ in read])
+        if self.device.layouts and flops is None and any(facts[c].is_turned for c in stack):
+            steps = crossed_steps(facts, stack, self.device)
+            work = work._replace(functions=work.functions + steps)
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
             return max(sum(read.values()) - made, 0.0), work, 0.0
         apart = (c for c, _ in read if c not in given)
@@ -563,13 +572,6 @@ class CostModel:
                     a = g.classes[arg]
                     moved = itemsize(a.dtype) * product(a.sizes) + moved
         return Cost(flops, elementwise, moved, launches)
-
-
-def _diagonals(node: Node) -> tuple[int, ...]:
-    """Return the operands that a node reads along a diagonal alone."""
-    found = [a.cls for a in node.args if len(a.axes) > 1 and len({*a.axes}) < len(a.axes)]
-    whole = [a.cls for a in node.args if a.cls in found and len({*a.axes}) == len(a.axes)]
-    return tuple([c for c in found if c not in whole])
 
 
 def _work_of(kernel: list[Facts], read: list[Facts]) -> ElementwiseWork:
