@@ -11,25 +11,20 @@ the allocator keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Sea
 of short rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of
 features; `row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the places of a row's
 least entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of
-differences in batches of short rows; `threaded_pairs` of `FoldFacts`. *Squares*: products of sums
-over features with as many columns as rows; `square_repeats` of `FusionFacts`. *Batched sums*:
-batches of products of sums over features; `batch_pages` of `FusionFacts`. *Repeated*: sums of
-rows, copied along an inner axis; `repeated_s` of `FusionFacts`. *Rows*: products of long matrices
-with few columns, and of vectors with matrices of many rows; `product_row_s`, `short_row_bytes` and
-`cached_rows` of `MemoryFacts`. *Fusions*: differences of a product and points, reduced, with the
-product in the fusion and stored; `piece_bytes` and `written_s` of `FusionFacts`. *Followed*: sums
-of differences with a function in their call and after it; `followed` and `followed_elements` of
-`FusionFacts`.
-*Tiles*: folds of sums over features; `chained` of `FoldFacts`. *Pieces*: slices of an array along
-its last axis, read and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length
-of X's rows; `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small
-matrices, the left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of
-short rows, with a row added to each and by themselves; `unrolled` and `unrolled_row` of
-`FunctionSteps`. *Streams*: weighted means by a function of pairs, by the features of a value, and
-sums of squares of products by the features of a point; `library_features`, `library_shifted` and
-`square_features` of `FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of
-`FoldFacts`. *Copies*: a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small
-arrays, summed and multiplied by ones; `vector_sum_bytes` of `FusionFacts`.
+differences in batches of short rows; `threaded_pairs` of `FoldFacts`. *Rows*: products of long
+matrices with few columns, and of vectors with matrices of many rows; `product_row_s`,
+`short_row_bytes` and `cached_rows` of `MemoryFacts`. *Tiles*: folds of sums over features;
+`chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a
+loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows; `conflict_bytes` and
+`conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the left one stored
+transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a row added to
+each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*: weighted means
+by a function of pairs, by the features of a value, and sums of squares of products by the features
+of a point; `library_features`, `library_shifted` and `square_features` of `FoldFacts`. *Lookups*:
+rows of a table, read and added by key; `row_term` of `FoldFacts`. *Copies*: a vector, repeated;
+`spread_bytes_per_s` of `MemoryFacts`. *Sums*: small arrays, summed and multiplied by ones;
+`vector_sum_bytes` of `FusionFacts`. *Crossings*: the transpose added to a function of a product;
+`crossed_s` of `ProductLayouts`. What XLA fuses: `fusion_laws`.
 """
 
 from __future__ import annotations
@@ -52,11 +47,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from performance_fuzz import timing
+from performance_fuzz import fusion_laws
+from performance_fuzz.timing import array, seconds_of
 
 from symjax_rewrite import sym_optimize
 
-BATCHED_SIZES = ((1, 5), (6, 9.5), (6, 9), (3, 6.6), (1, 7.6))  # logarithms
 BANDWIDTH = 2e10  # bytes/s, of the profile
 
 
@@ -82,16 +77,6 @@ class Product(NamedTuple):
     @property
     def moved(self) -> float:
         return self.read + 4.0 * self.batch * self.m * self.n
-
-
-def seconds_of(function: Any, *args: Any) -> float:
-    """Return the least seconds of a call among some samples."""
-    compiled = jax.jit(function).lower(*args).compile()
-    return timing.least_seconds(lambda: compiled(*args))
-
-
-def array(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
 
 
 def random_product(rng: random.Random) -> Product:
@@ -248,90 +233,6 @@ def vector_sums() -> None:
             print(f"{x.shape} by {name}: {took * 1e6:.0f} and {product * 1e6:.0f} µs")
 
 
-def stored(x: Any) -> Any:
-    """Return a value that XLA computes in a call of its own."""
-    return lax.reduce_precision(x, 8, 23)
-
-
-def followed(count: int = 60, seed: int = 1) -> None:
-    """Print how many times longer sums of differences take with a function in their call."""
-    rng, found = random.Random(seed), list[tuple[int, float]]()
-    while len(found) < count:
-        n, m, width = (int(2 ** rng.uniform(4, top)) for top in (12, 11, 10))
-        if 8e6 < n * m * width < 6e7:
-            x, y = array(n, width), array(m, width)
-            fused, apart = (
-                seconds_of(lambda x, y, f=f: jnp.exp(-f(jnp.sum((x[:, None] - y) ** 2, -1))), x, y)
-                for f in (lambda x: x, stored)
-            )
-            found.append((width, fused / apart))
-    for least in (16, 64, 128, 256, 512):
-        times = [math.log(t) for width, t in found if least <= width < 2 * max(least, 32)]
-        if times:
-            mean, most = math.exp(sum(times) / len(times)), math.exp(max(times))
-            print(
-                f"sums of {least:3} features and more: {mean:.2f} times as long, at most {most:.1f}"
-            )
-
-
-def batched_sums(count: int = 100, seed: int = 1) -> None:
-    """Print the pages that batches of products of sums of differences write, as shares of all."""
-    rng, found = random.Random(seed), list[tuple[float, float, float]]()
-    while len(found) < count:
-        batch, n, m, width, out = (int(2 ** rng.uniform(*r)) for r in BATCHED_SIZES)
-        pages_s = 4 * batch * n * m * width / 2e9
-        if 0.01 < pages_s < 0.15 and n != out:
-            args = array(batch, n, width), array(batch, m, width), array(batch, m, out)
-            fused, apart = (
-                seconds_of(
-                    lambda x, y, v, f=f: f(jnp.sum((x[:, :, None] - y[:, None]) ** 2, -1)) @ v,
-                    *args,
-                )
-                for f in (lambda x: x, stored)
-            )
-            found.append((pages_s, fused - apart, fused / apart))
-    for least in (32, 48, 64, 96, 128, 192):
-        some = [f for f in found if least <= f[0] * 2e9 / (1 << 20) < least * 1.5]
-        pages_s, longer_s, times = (sum(column) for column in zip(*some, strict=True))
-        most = max(t for *_, t in some)
-        print(
-            f"rows of {least:3} MiB and more: {longer_s / pages_s:.2f} of the pages,"
-            f" {times / len(some):.1f} times as long, at most {most:.0f}"
-        )
-
-
-def fused_products(width: int = 64) -> None:
-    """Print how many times slower fusions are that hold a product, by the side it is read from."""
-
-    def differences(x: Any, y: Any) -> Any:
-        return jnp.max(jnp.abs(x[:, None] - y), -1)
-
-    y = array(800, 32)
-    sizes = [*[(n, width) for n in (200, 700, 1000, 1050, 2000)], (2000, 4), (2100, 4)]
-    for count, summed in sizes:
-        x, w = array(count, summed), array(summed, 32)
-        sides = {
-            "rows": lambda x, w, y, f: differences(f(x @ w), y),
-            "columns": lambda x, w, y, f: differences(y, f(x @ w)),
-            "both": lambda x, w, y, f: differences(f(x @ w), f(x @ w)),
-        }
-        for side, reduced in sides.items():
-            fused, apart = (
-                seconds_of(functools.partial(reduced, f=f), x, w, y) for f in (lambda x: x, stored)
-            )
-            size = 4 * count * max(summed, 32) >> 10
-            print(f"{size:4} KiB as {side}: {fused / apart:.1f} times as long")
-    x, w = array(3500, 8), array(8, 64)
-    for others in (14, 32, 64, 128, 256):
-        y = array(others, 64)
-        fused, apart = (
-            seconds_of(lambda x, w, y, f=f: differences(f(x @ w), y), x, w, y)
-            for f in (lambda x: x, stored)
-        )
-        each = (fused - apart) / (len(x) * others * 64) * 1e9
-        print(f"rows in pieces, each repeated to {others / 4} MiB: {each:.2f} ns an element longer")
-
-
 def tiles(points: int = 2000) -> None:
     """Print the steps per operation of a fold of sums over features."""
     for width in (4, 8, 16, 32, 64):
@@ -369,44 +270,6 @@ def blocks() -> None:
             lambda x, y: jnp.sum(jnp.abs(x[:, :, None] - y[:, None]), 1), kernels="always"
         )
         print(f"{side} by {side}: {seconds_of(fold, x, y) / count * 1e6:.2f} µs a block")
-
-
-def squares(width: int = 8) -> None:
-    """Print how often products with square results compute again the sums that they are fused with.
-
-    The seconds beyond those with a stored left operand are those of so many operands.
-    """
-
-    def distances(x: Any, y: Any) -> Any:
-        return jnp.sum((x[:, None] - y) ** 2, -1)
-
-    def stored(x: Any) -> Any:
-        return lax.reduce_precision(x, 8, 23)
-
-    for rows, terms in ((400, 300), (600, 400), (700, 500)):
-        x, y = array(rows, width), array(terms, width)
-        once = seconds_of(distances, x, y)
-        for columns in (rows, rows - 100):
-            b = array(terms, columns)
-            fused = seconds_of(lambda x, y, b: distances(x, y) @ b, x, y, b)
-            apart = seconds_of(lambda x, y, b: stored(distances(x, y)) @ b, x, y, b)
-            times = (fused - apart) / once
-            print(f"{rows} × {terms} times {terms} × {columns}: {times:.1f} times again")
-
-
-def repeated() -> None:
-    """Print the times of a sum of rows and its copies, in one call beside a sum stored first."""
-
-    def rows(x: Any, width: int, stored: Any) -> Any:
-        return jnp.broadcast_to(stored(jnp.sum(x, 1))[:, None], (len(x), width))
-
-    for count, width in itertools.product((2_000, 16_000, 60_000), (8, 64, 256)):
-        x = array(count, 20)
-        fused, apart = (
-            seconds_of(functools.partial(rows, width=width, stored=f), x)
-            for f in (lambda y: y, lambda y: lax.reduce_precision(y, 8, 23))
-        )
-        print(f"{count} repeated {width} times: {1e9 * (fused - apart) / count:.0f} ns a sum")
 
 
 def pieces() -> None:
@@ -575,13 +438,9 @@ def main() -> None:
         features()
         rows()
         vector_sums()
-        fused_products()
-        followed()
+        fusion_laws.measure()
         tiles()
         ties()
-        squares()
-        batched_sums()
-        repeated()
         blocks()
         pieces()
         conflicts()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
@@ -156,3 +157,14 @@ def least_seconds(call: Callable[[], Any], samples: int = 7) -> float:
     jax.block_until_ready(call())
     repeats = _repeats(call)
     return min(_sample(call, repeats)[0] for _ in range(samples))
+
+
+def seconds_of(function: Any, *args: Any) -> float:
+    """Return the least seconds of a call among some samples."""
+    call = jax.jit(function).lower(*args).compile()
+    return least_seconds(lambda: call(*args))
+
+
+def array(*shape: int) -> jax.Array:
+    """Return normal numbers in float32."""
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape, dtype=np.float32))

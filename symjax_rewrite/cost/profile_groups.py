@@ -433,6 +433,12 @@ class FusionFacts:
     repeats_pieces: bool = fact(
         "a product in one piece, repeated along outer axes, is computed again for each tile", False
     )
+    repeats_followed: float = quantity(
+        "1", "times at most that it is computed again in a call that goes on, mean", LAWS, 2.0
+    )
+    long_piece: float = quantity(
+        "1", "times that it takes as long as its readers, and is computed once", LAWS, 3.0
+    )
     tile: float = quantity("elements", "of an array in a call, and of its results", LAWS, 1 << 15)
     written_s: float = quantity(
         "s/element", "an array for a product in one piece, larger than the caches", LAWS, 0.3e-9
@@ -467,6 +473,15 @@ class FusionFacts:
         largest_bytes: of its left operand and its result.
         """
         return min(1.0, self.piece_bytes / largest_bytes)
+
+    def again_seconds(self, once_s: float, tiles: float, work_s: float) -> float:
+        """Return the seconds in which a call that goes on computes a product in one piece again.
+
+        once_s: of the product. tiles: of the array that is computed from it. work_s: of this array.
+        The seconds fall to none for a product that takes much longer, so that prices have no jump.
+        """
+        long = once_s / (self.long_piece * work_s)
+        return once_s * min(tiles, self.repeats_followed) * min(max(2 - long, 0.0), 1.0)
 
     def result_share(self, elements: int) -> float:
         """Return the share of a reduction's results that a call which goes on computes at once."""

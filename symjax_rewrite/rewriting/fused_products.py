@@ -3,39 +3,62 @@
 A call computes a product in pieces. What the call repeats a piece to, it writes before it reduces:
 that takes longest where a piece is larger than the caches, or than what the allocator keeps. Until
 jaxlib 0.11, a product in one piece that is repeated along outer axes is computed again for every
-tile of the array instead (`fused_products` in experiments/performance_fuzz/laws.py). Matrices of a
-batch are computed one by one, with what they are repeated to.
+tile of the array instead, and for few of them where the call goes on (`fused_products` and
+`repeated_products` in experiments/performance_fuzz/fusion_laws.py). Matrices of a batch are
+computed one by one, with what they are repeated to.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.equation_cost import shape_of, work_seconds
+from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.rewriting.fused_chains import Chain, Fused, own_axes, size_made, size_read
 
 DTYPES = ("float32",)
 
 
-def products_inside(
-    e: Equation, chain: Chain, is_last: bool, r: Fused
-) -> tuple[list[Equation], float]:
-    """Return the products in the call of a reduction, and the most seconds that one adds to it.
+class Inside(NamedTuple):
+    """Products in the call of a reduction, and the most seconds that one adds to the call.
 
-    is_last: True if no operation of the library follows in the call.
+    repeated_s: in which a product is computed again. written_s: in which that is written to which
+    it is repeated.
     """
-    found, seconds = dict[Equation, None](), 0.0
+
+    products: list[Equation]
+    repeated_s: float = 0.0
+    written_s: float = 0.0
+
+
+def products_inside(e: Equation, chain: Chain, is_last: bool, work_s: float, r: Fused) -> Inside:
+    """Return the products in the call of a reduction.
+
+    is_last: True if no operation of the library follows in the call. work_s: of the array that is
+    reduced.
+    """
+    found = dict[Equation, None]()
+    repeated_s = written_s = 0.0
     for v, repeated in chain.matrices.items():
         shape = r.program.avals[v].shape
         for p in r.products(v):
             made: Any = p.eqn.outvars[0].aval
-            if made.dtype in DTYPES:
-                found[p] = None
-                longer = (_longer_seconds(p, shape, u, size_read(e), is_last, r) for u in repeated)
-                seconds = max(seconds, *longer)
-    return [*found], seconds
+            if made.dtype not in DTYPES:
+                continue
+            found[p] = None
+            for is_outer in [o for u in repeated if (o := _is_outer(shape, u)) is not None]:
+                share = _piece_share(p, shape, r.facts)
+                if share < 1.0 or not r.facts.repeats_pieces:
+                    own_s = 0.0 if is_outer else written_seconds(size_read(e), share, r)
+                    written_s = max(written_s, own_s)
+                elif is_outer:
+                    tiles = size_read(e) / max(size_made(p), r.facts.tile)
+                    once_s = work_seconds(p.eqn, r.device)
+                    again_s = r.facts.again_seconds(once_s, tiles, work_s)
+                    repeated_s = max(repeated_s, once_s * tiles if is_last else again_s)
+    return Inside([*found], repeated_s, written_s)
 
 
 def written_seconds(elements: int, share: float, r: Fused) -> float:
@@ -46,22 +69,16 @@ def written_seconds(elements: int, share: float, r: Fused) -> float:
     return facts.written_s * elements * share * cached + device.page_seconds(held) / share
 
 
-def _longer_seconds(
-    p: Equation, shape: tuple[int, ...], u: Equation, elements: int, is_last: bool, r: Fused
-) -> float:
-    """Return the seconds that a product adds to the call of a reduction.
-
-    shape: of the product, or of a function of it. u: the equation that repeats it. elements: of the
-    array that is reduced.
-    """
-    facts, own, whole = r.facts, own_axes(shape, u), shape_of(u.eqn.outvars[0])
+def _is_outer(shape: tuple[int, ...], u: Equation) -> bool | None:
+    """Return True if an equation repeats a matrix outside its rows; None for one in a batch."""
+    own, whole = own_axes(shape, u), shape_of(u.eqn.outvars[0])
     if len(own) > 2:
-        return 0.0
-    is_outer = any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
+        return None
+    return any(k < own[-2] for k, n in enumerate(whole) if n > 1 and k not in own)
+
+
+def _piece_share(p: Equation, shape: tuple[int, ...], facts: FusionFacts) -> float:
+    """Return the share of a product, or of a function of it with a shape, computed at once."""
     left, (_, (batch, _)) = shape_of(p.eqn.invars[0]), p.eqn.params["dimension_numbers"]
     matrix = math.prod(n for k, n in enumerate(left) if k not in batch)
-    share = facts.piece_share(4.0 * max(matrix, math.prod(shape)))
-    if share == 1.0 and facts.repeats_pieces:
-        tiles = elements / max(size_made(p), facts.tile)
-        return tiles * work_seconds(p.eqn, r.device) if is_outer and is_last else 0.0
-    return 0.0 if is_outer else written_seconds(elements, share, r)
+    return facts.piece_share(4.0 * max(matrix, math.prod(shape)))

@@ -137,11 +137,12 @@ def _reductions(
         if facts.repeats_pieces and e not in ended and any(_product_readers(e, r)):
             continue  # that product computes the reduction
         is_last = e in ended or not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
-        inside, longer_s = products_inside(e, chain, is_last, r)
-        made = [p for p in inside if p not in stored] if longer_s else []
         work_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * size_read(e) / chain.width
+        inside = products_inside(e, chain, is_last, work_s, r)
+        longer_s = max(inside.repeated_s, inside.written_s)
+        made = [p for p in inside.products if p not in stored] if longer_s else []
         stored_s = facts.stored_s * sum(map(size_made, made))
-        if not is_last:
+        if inside.written_s and not is_last:
             stored_s += written_seconds(size_read(e), facts.result_share(size_made(e)), r)
         seconds = work_s + longer_s, work_s + stored_s
         if made and r.pays(*seconds):

@@ -113,6 +113,18 @@ def test_all_products_of_a_fusion_that_writes_what_reads_one_are_stored() -> Non
     assert str(jax.make_jaxpr(ours)(LARGE, array(60, 64))).count(" reduce_precision[") == 2
 
 
+@OLD
+def test_products_that_a_call_computes_again_are_stored_where_it_goes_on() -> None:
+    def kernel(x, w, y):
+        z = x @ w
+        return jnp.exp(-distances(y, z) / 100)
+
+    few, many = (array(160, 211), array(211, 48)), (array(160, 8), array(8, 48))
+    assert stored(kernel, *few, array(150, 48))
+    assert not stored(kernel, *many, array(150, 48))
+    assert not stored(lambda x, w, y: jnp.exp(-distances(x @ w, y)), *few, array(150, 48))
+
+
 def test_a_product_against_itself_is_stored() -> None:
     assert stored(lambda x: distances(x @ W, x @ W), array(300, 64))
 

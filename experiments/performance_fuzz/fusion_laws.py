@@ -1,0 +1,174 @@
+"""Laws of the CPU's prices about what XLA fuses: sums and products in one call, or stored between.
+
+`laws.py` runs them.
+
+*Squares*: products of sums over features with as many columns as rows; `square_repeats` of
+`FusionFacts`. *Batched sums*: batches of products of sums over features; `batch_pages` of
+`FusionFacts`. *Repeated*: sums of rows, copied along an inner axis; `repeated_s` of `FusionFacts`.
+*Fusions*: differences of a product and points, reduced, with the product in the fusion and stored;
+`piece_bytes` and `written_s` of `FusionFacts`. *Repeated products*: the same with a function of the
+sums; `repeats_followed`. *Followed*: sums of differences with a function in their call and after
+it; `followed` and `followed_elements` of `FusionFacts`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from performance_fuzz.timing import array, seconds_of
+
+BATCHED_SIZES = ((1, 5), (6, 9.5), (6, 9), (3, 6.6), (1, 7.6))  # logarithms
+REPEATED_SIZES = ((5, 9), (5, 9), (4, 7), (5, 7))
+
+
+def measure() -> None:
+    """Print all of them."""
+    fused_products()
+    repeated_products()
+    followed()
+    batched_sums()
+    squares()
+    repeated()
+
+
+def stored(x: Any) -> Any:
+    """Return a value that XLA computes in a call of its own."""
+    return lax.reduce_precision(x, 8, 23)
+
+
+def distances(x: Any, y: Any) -> Any:
+    """Return the squared distances of points."""
+    return jnp.sum((x[:, None] - y) ** 2, -1)
+
+
+def followed(count: int = 60, seed: int = 1) -> None:
+    """Print how many times longer sums of differences take with a function in their call."""
+    rng, found = random.Random(seed), list[tuple[int, float]]()
+    while len(found) < count:
+        n, m, width = (int(2 ** rng.uniform(4, top)) for top in (12, 11, 10))
+        if 8e6 < n * m * width < 6e7:
+            x, y = array(n, width), array(m, width)
+            fused, apart = (
+                seconds_of(lambda x, y, f=f: jnp.exp(-f(jnp.sum((x[:, None] - y) ** 2, -1))), x, y)
+                for f in (lambda x: x, stored)
+            )
+            found.append((width, fused / apart))
+    for least in (16, 64, 128, 256, 512):
+        times = [math.log(t) for width, t in found if least <= width < 2 * max(least, 32)]
+        if times:
+            mean, most = math.exp(sum(times) / len(times)), math.exp(max(times))
+            print(
+                f"sums of {least:3} features and more: {mean:.2f} times as long, at most {most:.1f}"
+            )
+
+
+def batched_sums(count: int = 100, seed: int = 1) -> None:
+    """Print the pages that batches of products of sums of differences write, as shares of all."""
+    rng, found = random.Random(seed), list[tuple[float, float, float]]()
+    while len(found) < count:
+        batch, n, m, width, out = (int(2 ** rng.uniform(*r)) for r in BATCHED_SIZES)
+        pages_s = 4 * batch * n * m * width / 2e9
+        if 0.01 < pages_s < 0.15 and n != out:
+            args = array(batch, n, width), array(batch, m, width), array(batch, m, out)
+            fused, apart = (
+                seconds_of(
+                    lambda x, y, v, f=f: f(jnp.sum((x[:, :, None] - y[:, None]) ** 2, -1)) @ v,
+                    *args,
+                )
+                for f in (lambda x: x, stored)
+            )
+            found.append((pages_s, fused - apart, fused / apart))
+    for least in (32, 48, 64, 96, 128, 192):
+        some = [f for f in found if least <= f[0] * 2e9 / (1 << 20) < least * 1.5]
+        pages_s, longer_s, times = (sum(column) for column in zip(*some, strict=True))
+        most = max(t for *_, t in some)
+        print(
+            f"rows of {least:3} MiB and more: {longer_s / pages_s:.2f} of the pages,"
+            f" {times / len(some):.1f} times as long, at most {most:.0f}"
+        )
+
+
+def fused_products(width: int = 64) -> None:
+    """Print how many times slower fusions are that hold a product, by the side it is read from."""
+
+    def differences(x: Any, y: Any) -> Any:
+        return jnp.max(jnp.abs(x[:, None] - y), -1)
+
+    y = array(800, 32)
+    sizes = [*[(n, width) for n in (200, 700, 1000, 1050, 2000)], (2000, 4), (2100, 4)]
+    for count, summed in sizes:
+        x, w = array(count, summed), array(summed, 32)
+        sides = {
+            "rows": lambda x, w, y, f: differences(f(x @ w), y),
+            "columns": lambda x, w, y, f: differences(y, f(x @ w)),
+            "both": lambda x, w, y, f: differences(f(x @ w), f(x @ w)),
+        }
+        for side, reduced in sides.items():
+            fused, apart = (
+                seconds_of(functools.partial(reduced, f=f), x, w, y) for f in (lambda x: x, stored)
+            )
+            size = 4 * count * max(summed, 32) >> 10
+            print(f"{size:4} KiB as {side}: {fused / apart:.1f} times as long")
+    x, w = array(3500, 8), array(8, 64)
+    for others in (14, 32, 64, 128, 256):
+        y = array(others, 64)
+        fused, apart = (
+            seconds_of(lambda x, w, y, f=f: differences(f(x @ w), y), x, w, y)
+            for f in (lambda x: x, stored)
+        )
+        each = (fused - apart) / (len(x) * others * 64) * 1e9
+        print(f"rows in pieces, each repeated to {others / 4} MiB: {each:.2f} ns an element longer")
+
+
+def repeated_products(count: int = 300, seed: int = 1) -> None:
+    """Print the times that a product is computed again in a call that goes on."""
+    rng, found = random.Random(seed), dict[str, list[float]]()
+    for _ in range(count):
+        n, m, width, summed = (int(2 ** rng.uniform(*r)) for r in REPEATED_SIZES)
+        once_s, pairs_s = 2e-11 * n * width * summed, 1.25e-10 * n * m * width
+        args = array(n, summed), array(summed, width), array(m, width)
+        fused, apart = (
+            seconds_of(lambda x, w, y, f=f: jnp.exp(-distances(y, f(x @ w))), *args)
+            for f in (lambda x: x, stored)
+        )
+        share = "short" if once_s < pairs_s / 8 else "long" if once_s < 3 * pairs_s else "longest"
+        found.setdefault(share, []).append((fused - apart) / once_s)
+    for share, times in found.items():
+        print(f"{share} products: {sum(times) / len(times):.1f} times more, of {len(times)}")
+
+
+def squares(width: int = 8) -> None:
+    """Print how often products with square results compute again the sums that they are fused with.
+
+    The seconds beyond those with a stored left operand are those of so many operands.
+    """
+    for rows, terms in ((400, 300), (600, 400), (700, 500)):
+        x, y = array(rows, width), array(terms, width)
+        once = seconds_of(distances, x, y)
+        for columns in (rows, rows - 100):
+            b = array(terms, columns)
+            fused = seconds_of(lambda x, y, b: distances(x, y) @ b, x, y, b)
+            apart = seconds_of(lambda x, y, b: stored(distances(x, y)) @ b, x, y, b)
+            times = (fused - apart) / once
+            print(f"{rows} × {terms} times {terms} × {columns}: {times:.1f} times again")
+
+
+def repeated() -> None:
+    """Print the times of a sum of rows and its copies, in one call beside a sum stored first."""
+
+    def rows(x: Any, width: int, stored: Any) -> Any:
+        return jnp.broadcast_to(stored(jnp.sum(x, 1))[:, None], (len(x), width))
+
+    for count, width in itertools.product((2_000, 16_000, 60_000), (8, 64, 256)):
+        x = array(count, 20)
+        fused, apart = (
+            seconds_of(functools.partial(rows, width=width, stored=f), x)
+            for f in (lambda y: y, lambda y: lax.reduce_precision(y, 8, 23))
+        )
+        print(f"{count} repeated {width} times: {1e9 * (fused - apart) / count:.0f} ns a sum")
