@@ -17,7 +17,8 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.light_programs import is_light
-from symjax_rewrite.cost.term_cost import BY_ORDER, Cost, CostModel
+from symjax_rewrite.cost.row_steps import BY_ORDER
+from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
 from symjax_rewrite.ir.replacement import Part, Read

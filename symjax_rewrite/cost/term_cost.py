@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.crossings import crossed_steps, is_turned
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import is_outside, is_product_with_vector
+from symjax_rewrite.cost.library_calls import is_outside
 from symjax_rewrite.cost.node_steps import (
     VECTORISED,
     ElementwiseWork,
@@ -26,12 +26,12 @@ from symjax_rewrite.cost.node_steps import (
     in_one,
     weight,
 )
+from symjax_rewrite.cost.row_steps import BY_ORDER, REDUCED, RowSteps, row_steps
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.ir.products import HALF
-from symjax_rewrite.ir.sizes import Dim, from_jax, product
+from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 
@@ -40,8 +40,6 @@ LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
 ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
 PARTS = frozenset({op.SLICE, op.TAKE})
-REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-BY_ORDER = REDUCED | VECTORISED  # equations whose prices depend on the order of axes in memory
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
@@ -113,8 +111,8 @@ class Facts(NamedTuple):
     packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
     traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
     of the library computes. is_group: True for a reduction or a part whose operands are computed
-    for it alone in its kernel. function: name of its function, or "". unrolled: further steps of
-    the function where XLA computes it element by element. row: elements of its last axis.
+    for it alone in its kernel. function: name of its function, or "". rows: steps that
+    follow from the order of its axes. row: elements of its last axis.
     """
 
     node: Node
@@ -132,7 +130,7 @@ class Facts(NamedTuple):
     is_called: bool
     is_group: bool
     function: str
-    unrolled: float
+    rows: RowSteps
     row: float
 
 
@@ -405,58 +403,25 @@ class CostModel:
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
         is_called = is_called and c.dtype in ("float32", "float64")
+        rows = RowSteps()
         if made is not None and made.name in (REDUCED if is_called else VECTORISED):
-            functions += self._steps_by_order(made, functions, space)
-        work = ElementwiseWork(space * slow * weight(node), slow * functions, space * slow, reduces)
+            found = row_steps(made, functions, space, self._count, self._makers, self.device)
+            rows = RowSteps(*(slow * x for x in found))
+        functions = slow * functions + rows.alone
+        work = ElementwiseWork(space * slow * weight(node), functions, space * slow, reduces)
         function = node.attr[0] if kind == op.MAP else ""
         return (
             is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
             is_called, reduces or kind not in ELEMENTWISE, function,
-            self._steps_unrolled(made, slow * functions), self._count(c.sizes[-1:]),
+            rows, self._count(c.sizes[-1:]),
         )  # fmt: skip
 
     def ordered_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the most seconds that a node takes for the order of its axes in memory."""
         found = self.facts_of(g, cls, node)
         plain = Facts(node, (), (), False, *self._numbers_of(g, cls, node, None))
-        steps = found.work.functions + found.unrolled - plain.work.functions
+        steps = found.work.functions - plain.work.functions + sum(found.rows[1:])
         return (1 + self.device.memory.beside) * steps / self.device.folds.fused_steps_per_s
-
-    def _steps_by_order(self, made: Equation, functions: float, space: float) -> float:
-        """Return the steps of an equation that follow from the order of its axes in memory.
-
-        A function is computed for whole vectors of a row. The library begins a reduction anew with
-        every row, and goes element by element down columns of long rows.
-        """
-        folds, columns, is_reduction = self.device.folds, self.device.columns, made.name in REDUCED
-        shape = shape_of((made.eqn.invars if is_reduction else made.eqn.outvars)[0])
-        sizes = tuple(map(from_jax, shape))
-        row = max(self._count(sizes[-1:]), 1.0)
-        if not is_reduction:
-            return functions * (math.ceil(row / folds.lanes) * folds.lanes / row - 1)
-        axes = made.eqn.params["axes"]
-        outside, width = self._count(sizes[: min(axes)]), self._count(sizes[max(axes) + 1 :])
-        steps = folds.row_sum * space / row
-        is_slow = columns and columns.are_slow(outside, 4 * width)
-        if columns and is_slow and not is_product_with_vector(made, self._makers):
-            steps += space * columns.sum_s * folds.fused_steps_per_s
-        return steps
-
-    def _steps_unrolled(self, made: Equation | None, functions: float) -> float:
-        """Return the further steps of a function whose rows of broadcasts are short.
-
-        LLVM unrolls the loop over such a row, and calls the function for single elements. It
-        computes a row of one vector (half the lanes) at once, and half precision in vectors.
-        """
-        f = self.device.functions
-        if made is None or made.name not in VECTORISED:
-            return 0.0
-        out: Any = made.eqn.outvars[0].aval
-        sizes = tuple(map(from_jax, out.shape))
-        each = f.unrolled_steps(self._count(sizes[-1:]), self.device.folds.lanes)
-        if not each or str(out.dtype) in HALF:
-            return 0.0
-        return max(each * self._count(sizes) - functions, 0.0)
 
     @cached_property
     def _makers(self) -> dict[int, Equation]:
@@ -531,7 +496,7 @@ class CostModel:
                     stack.append(arg)
                     called.update((arg,) if in_call else ())
         made, flops = facts[root].bytes, facts[root].flops
-        work = _work_of([facts[c] for c in stack], [facts[c] for c, _ in read])
+        work = _work_of([facts[c] for c in stack], inside, [facts[c] for c, _ in read])
         if self.device.layouts and flops is None and any(facts[c].is_turned for c in stack):
             steps = crossed_steps(facts, stack, self.device)
             work = work._replace(functions=work.functions + steps)
@@ -574,16 +539,24 @@ class CostModel:
         return Cost(flops, elementwise, moved, launches)
 
 
-def _work_of(kernel: list[Facts], read: list[Facts]) -> ElementwiseWork:
+def _work_of(kernel: list[Facts], inside: set[int], read: list[Facts]) -> ElementwiseWork:
     """Return the elementwise work of the kernel of some nodes.
 
     It has loops over short rows if it reads broadcasts and has no reduction.
+
+    Args:
+        kernel: facts of the nodes.
+        inside: their classes.
+        read: facts of what it reads in memory.
     """
     work = in_one([f.work for f in kernel])
-    unrolled = 0.0 if work.reduces else sum([f.unrolled for f in kernel])
-    if not unrolled or min([f.bytes for f in read], default=math.inf) >= kernel[0].bytes:
-        return work
-    return work._replace(functions=work.functions + unrolled)
+    steps = work.functions
+    for f in kernel:
+        if f.rows.unit and f.work.reduces == (not inside.isdisjoint(f.args)):
+            steps += f.rows.unit
+    if not work.reduces and min([f.bytes for f in read], default=math.inf) < kernel[0].bytes:
+        steps += sum([f.rows.unrolled for f in kernel])
+    return work._replace(functions=steps)
 
 
 def reachable(

@@ -130,7 +130,8 @@ def _reductions(
             if r.pays(*seconds):
                 shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
-                if not (shared and size_read(e) // size_made(e) % facts.vector == 0):
+                fast = shared and size_read(e) // size_made(e) % facts.vector == 0
+                if not fast and not (chain.width == 1 and _is_reduced_again(e, r)):
                     yield candidate(RULE, e.where(), part, seconds)
         if not chain.matrices or chain.stored or len(users[e.reads[0]]) > 1:
             continue  # a value that several read is stored, with or without its products
@@ -157,11 +158,12 @@ def _narrow_rows(
 ) -> tuple[set[Equation], dict[Equation, Candidate]]:
     """Return the reductions in whose fusions rows have one element, and forms without them.
 
-    What else drops the axis of such rows is another spelling of the same fusion.
+    What else drops the axis of such rows is another spelling of the same fusion. What several
+    reductions read is stored by a loop, which has no such axis.
     """
     reductions: set[Equation] = set()
     forms: dict[Equation, Candidate] = {}
-    for e in found:
+    for e in [e for e in found if not _is_reduced_again(e, r)]:
         made = _narrow_forms(e, r) if r.chain(e.reads[0]).width == 1 else {}
         reductions.update((e,) if made else ())
         forms |= made
@@ -170,6 +172,11 @@ def _narrow_rows(
         if m not in forms and m.reads and shape_of(m.eqn.invars[0]) in shapes and drops_axes(m):
             forms |= _narrow_forms(m, r)
     return reductions, forms
+
+
+def _is_reduced_again(e: Equation, r: Fused) -> bool:
+    """Return True if another reduction reads the operand of a reduction."""
+    return sum(u.name in REDUCTIONS for u in r.users[e.reads[0]]) > 1
 
 
 def _narrow_forms(e: Equation, r: Fused) -> dict[Equation, Candidate]:

@@ -159,6 +159,14 @@ def test_distances_on_a_line_are_computed_without_the_axis_of_features(fun: Call
     assert all(v.aval.shape != (400, 400, 1) for e in equations for v in e.outvars)
 
 
+def test_rows_of_one_element_that_several_read_are_stored_by_a_loop_without_them() -> None:
+    def both(x):
+        pairs = jnp.tanh(x[:, None] + x)
+        return jnp.sum(pairs, 0) + jnp.sum(pairs, 1)
+
+    assert not stored(both, LINE)
+
+
 def repeated(x, *more):
     return jnp.broadcast_to(jnp.exp(jnp.max(x, 1))[:, None], (len(x), *more))
 

@@ -1,0 +1,88 @@
+"""Steps of functions and reductions that follow from the order of axes in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.library_calls import is_product_with_vector
+from symjax_rewrite.cost.node_steps import VECTORISED
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.products import HALF
+from symjax_rewrite.ir.sizes import Dim, from_jax
+
+REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+BY_ORDER = REDUCED | VECTORISED  # equations whose prices depend on the order of axes in memory
+
+Count = Callable[[tuple[Dim, ...]], float]
+
+
+class RowSteps(NamedTuple):
+    """Steps of an equation beside its arithmetic.
+
+    alone: in any case. unit: for rows of one element, which XLA's loops leave out: a reduction has
+    them if its call computes what it reduces, and a function if it reads memory. unrolled: of a
+    function in a loop over short rows of broadcasts.
+    """
+
+    alone: float = 0.0
+    unit: float = 0.0
+    unrolled: float = 0.0
+
+
+def row_steps(
+    made: Equation,
+    functions: float,
+    space: float,
+    count: Count,
+    makers: Mapping[int, Equation],
+    device: Device,
+) -> RowSteps:
+    """Return the steps of an equation that follow from the order of its axes in memory.
+
+    A function is computed for whole vectors of a row. The library begins a reduction anew with
+    every row, and goes element by element down columns of long rows.
+
+    Args:
+        made: a reduction that the library computes, or a function.
+        functions: steps of the function.
+        space: elements.
+        count: elements of a shape.
+        makers: of every value.
+        device: its profile holds the laws.
+    """
+    folds, is_reduction = device.folds, made.name in REDUCED
+    wide: Any = made.eqn.invars[0] if is_reduction else made.eqn.outvars[0]
+    sizes = tuple(map(from_jax, wide.aval.shape))
+    row = max(count(sizes[-1:]), 1.0)
+    if is_reduction:
+        steps = folds.row_sum * space / row
+        alone = _column_steps(made, sizes, count, makers, device) * space
+    else:
+        steps = functions * (math.ceil(row / folds.lanes) * folds.lanes / row - 1)
+        alone = 0.0
+    if sizes[-1:] == (1,):
+        return RowSteps(alone, steps)
+    alone += steps
+    if is_reduction or str(wide.aval.dtype) in HALF:
+        return RowSteps(alone)
+    unrolled = device.functions.unrolled_steps(row, folds.lanes) * count(sizes)
+    return RowSteps(alone, 0.0, max(unrolled - functions - alone, 0.0))
+
+
+def _column_steps(
+    made: Equation,
+    sizes: tuple[Dim, ...],
+    count: Count,
+    makers: Mapping[int, Equation],
+    device: Device,
+) -> float:
+    """Return the steps of an element of a reduction down columns."""
+    columns, axes = device.columns, made.eqn.params["axes"]
+    outside, width = count(sizes[: min(axes)]), count(sizes[max(axes) + 1 :])
+    is_slow = columns and columns.are_slow(outside, 4 * width)
+    if not columns or not is_slow or is_product_with_vector(made, makers):
+        return 0.0
+    return columns.sum_s * device.folds.fused_steps_per_s
