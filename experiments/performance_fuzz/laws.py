@@ -24,7 +24,8 @@ of a point; `library_features`, `library_shifted` and `square_features` of `Fold
 rows of a table, read and added by key; `row_term` of `FoldFacts`. *Copies*: a vector, repeated;
 `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small arrays, summed and multiplied by ones;
 `vector_sum_bytes` of `FusionFacts`. *Crossings*: the transpose added to a function of a product;
-`crossed_s` of `ProductLayouts`. What XLA fuses: `fusion_laws`.
+`crossed_s` of `ProductLayouts`. *Places*: argmin beside min; `argmax` of `FoldFacts`. What XLA
+fuses: `fusion_laws`.
 """
 
 from __future__ import annotations
@@ -423,6 +424,18 @@ def crossings() -> None:
         print(f"{rows} rows: {1e9 * took / rows**2:.1f} ns an element")
 
 
+def places() -> None:
+    """Print the times of the places of least entries, along rows and down columns."""
+    for shape in ((4500, 142), (1000, 1000), (20_000, 50), (300, 5000), (200_000, 8)):
+        x = array(*shape)
+        for name, axis in (("row", 1), ("column", 0)):
+            place, least = (
+                seconds_of(functools.partial(f, axis=axis), x) for f in (jnp.argmin, jnp.min)
+            )
+            each = 1e9 * (place - least) / x.size
+            print(f"{shape}, least of a {name}: {each:.1f} ns an element for its place")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -451,6 +464,7 @@ def main() -> None:
         inlined()
         copies()
         crossings()
+        places()
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ class FoldFacts:
         "1", "the same of the kernel by Mosaic; `auto` takes that kernel where this is measured",
         ON_GPU, 1.0,
     )  # fmt: skip
-    argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
+    argmax: float = quantity("steps/element", "an argmax or argmin by XLA", LAWS, 80)
     argmax_passes: float = quantity(
         "steps/element", "the same as two reductions; infinite: not faster", ORIENTATION, math.inf
     )
@@ -351,7 +351,7 @@ class ProductLayouts:
         "s/element", "an array in memory read in another order of axes", ORIENTATION, 0.5e-9
     )
     crossed_s: float = quantity(
-        "s/element", "read in two orders of axes at once, as in x + xᵀ, of long columns", LAWS, 8e-9
+        "s/element", "read in two orders of axes at once, as in x + xᵀ, of long columns", LAWS, 6e-9
     )
     crossed_rows: int = quantity("elements", "of a column that is long", LAWS, 1 << 11)
     moved_row: int = quantity(

@@ -81,8 +81,9 @@ def _column_steps(
 ) -> float:
     """Return the steps of an element of a reduction down columns."""
     columns, axes = device.columns, made.eqn.params["axes"]
+    if columns is None:
+        return 0.0
     outside, width = count(sizes[: min(axes)]), count(sizes[max(axes) + 1 :])
-    is_slow = columns and columns.are_slow(outside, 4 * width)
-    if not columns or not is_slow or is_product_with_vector(made, makers):
+    if not columns.are_slow(outside, 4 * width) or is_product_with_vector(made, makers):
         return 0.0
     return columns.sum_s * device.folds.fused_steps_per_s

@@ -18,7 +18,8 @@ from symjax_rewrite.ir.term import Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import is_zero
 
-SCATTERS = ("scatter-add", "scatter")
+ADDED = ("scatter-add",)  # values at one place are summed
+SCATTERS = (*ADDED, "scatter")  # of which the last keeps one
 
 
 class Choice(NamedTuple):
@@ -62,7 +63,7 @@ class Keyed(NamedTuple):
 
 def scattered(t: TermGraph, cls: int, sets: bool = True) -> Keyed | None:
     """Return a scatter into zeros that adds; if `sets`, also one that has one place in each row."""
-    found = _scatter(t, cls, SCATTERS if sets else SCATTERS[:1])
+    found = _scatter(t, cls, SCATTERS if sets else ADDED)
     return scattered(t, cls, sets=False) if sets and found is not None and found.bound else found
 
 
