@@ -8,20 +8,22 @@
 *Fusions*: differences of a product and points, reduced, with the product in the fusion and stored;
 `piece_bytes` and `written_s` of `FusionFacts`. *Repeated products*: the same with a function of the
 sums; `repeats_followed`. *Followed*: sums of differences with a function in their call and after
-it; `followed` and `followed_elements` of `FusionFacts`.
+it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from performance_fuzz.timing import array, seconds_of
+from performance_fuzz.timing import array, free_large_block, seconds_of
+
+from symjax_rewrite.cost import call_tiles
+from symjax_rewrite.cost.device_profiles import device_profile
 
 BATCHED_SIZES = ((1, 5), (6, 9.5), (6, 9), (3, 6.6), (1, 7.6))  # logarithms
 REPEATED_SIZES = ((5, 9), (5, 9), (4, 7), (5, 7))
@@ -48,23 +50,30 @@ def distances(x: Any, y: Any) -> Any:
 
 
 def followed(count: int = 60, seed: int = 1) -> None:
-    """Print how many times longer sums of differences take with a function in their call."""
-    rng, found = random.Random(seed), list[tuple[int, float]]()
+    """Print how much longer sums of differences take with a function in their call.
+
+    Beside the seconds stands the law's prediction (`call_tiles` of the costs).
+    """
+    rng, found = random.Random(seed), list[tuple[float, float, float]]()
+    free_large_block()
     while len(found) < count:
-        n, m, width = (int(2 ** rng.uniform(4, top)) for top in (12, 11, 10))
-        if 8e6 < n * m * width < 6e7:
+        n, m, width = (int(2 ** rng.uniform(3, top)) for top in (12, 12, 11))
+        size = n * m * width
+        if n * m > 1 << 16 and 8e6 < size < 6e7:
             x, y = array(n, width), array(m, width)
             fused, apart = (
                 seconds_of(lambda x, y, f=f: jnp.exp(-f(jnp.sum((x[:, None] - y) ** 2, -1))), x, y)
                 for f in (lambda x: x, stored)
             )
-            found.append((width, fused / apart))
-    for least in (16, 64, 128, 256, 512):
-        times = [math.log(t) for width, t in found if least <= width < 2 * max(least, 32)]
-        if times:
-            mean, most = math.exp(sum(times) / len(times)), math.exp(max(times))
+            law_s = call_tiles.written_seconds((n, m), width, device_profile("cpu"))
+            found.append((law_s / size, (fused - apart) / size, fused / apart))
+    for least, most in itertools.pairwise((-1, 1e-12, 5e-11, 1e-10, 2e-10, 1e-9, 1)):
+        some = [f for f in found if least <= f[0] < most]
+        if some:
+            law_s, longer_s, times = (sum(column) / len(some) for column in zip(*some, strict=True))
             print(
-                f"sums of {least:3} features and more: {mean:.2f} times as long, at most {most:.1f}"
+                f"{len(some)} sums: predicted {1e9 * law_s:.2f}, measured {1e9 * longer_s:.2f} ns"
+                f" an element longer; {times:.1f} times as long"
             )
 
 

@@ -9,6 +9,7 @@ Each law gives the factor of a figure from two cores to `n` cores:
   `1 / BANDWIDTH_LOSS` times.
 - *launch*: a kernel's fixed cost grows by `LAUNCH_GROWTH` of its value per doubling of the cores,
   since more threads are woken and awaited.
+- *tasks*: two for each thread, of which XLA has one more than cores.
 - *serial*: unchanged, because one thread does the work.
 
 Rates of arithmetic also depend on the width of vectors (`VECTORS`). Imports `profile_paths` only.
@@ -63,6 +64,7 @@ MEASURED_ALONE = "measured by `python -m symjax_rewrite calibrate` on one core"
 NAMED_THREADS = os.environ.get("PJRT_NPROC", "")  # threads of XLA's CPU client, if set
 
 COMPUTE, BANDWIDTH, LAUNCH, SERIAL = "compute", "bandwidth", "launch", "serial"
+TASKS = "tasks"
 # The law of a figure follows from its unit; other figures do not depend on the cores.
 LAWS_BY_UNIT = {
     "FLOP/s": COMPUTE,
@@ -74,6 +76,7 @@ LAWS_BY_UNIT = {
     "s/row": COMPUTE,
     "s/matrix": COMPUTE,
     "s/piece": SERIAL,
+    "tasks": TASKS,
 }
 # The figures for which the unit does not tell.
 LAWS_BY_PATH = {
@@ -96,6 +99,8 @@ def factor(law: str, cores: int) -> float:
         return 1.0
     if law == LAUNCH:
         return 1 + LAUNCH_GROWTH * math.log2(cores / MEASURED_CORES)
+    if law == TASKS:
+        return (cores + 1) / (MEASURED_CORES + 1)
     loss = COMPUTE_LOSS if law == COMPUTE else BANDWIDTH_LOSS
     one, measured = (n / (1 + (n - 1) * loss) for n in (cores, MEASURED_CORES))
     return one / measured
@@ -124,7 +129,7 @@ def scaled(profile: Profile, cores: int, vectors: str = "avx512") -> Profile:
         if change != 1.0:
             source = "one core" if here else f"{MEASURED_CORES} cores"
             said[path] = f"scaled from {source} by the law of {law}"
-        grows = about["unit"].endswith("/s") or law == LAUNCH
+        grows = about["unit"].endswith("/s") or law in (LAUNCH, TASKS)
         out = with_value(out, path, value * change if grows else value / change)
     if not said:
         return profile

@@ -412,12 +412,11 @@ CPU = Device(
             square_repeats=4.0,
             batch_pages=0.3,
             repeated_s=2e-8,
-            followed=1.6,
             sums_are_products=True,
             sorts_parts=True,
         )
         if jax.__version_info__ < (0, 11)
-        else FusionFacts(followed=1.6)
+        else FusionFacts(tasks=6.0)
     ),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),

@@ -459,10 +459,17 @@ class FusionFacts:
     repeated_s: float = quantity(
         "s/element", "of a reduction's result, repeated along an inner axis by its call", LAWS, 0.0
     )
-    followed: float = quantity(
-        "1", "times that a reduction of long rows takes in a call that goes on, mean", LAWS, 1.0
+    tile_s: float = quantity(
+        "s/element", "of what a call that goes on reduces, written beyond the caches", LAWS, 0.25e-9
     )
-    followed_elements: int = quantity("elements", "in fewer it takes as long", LAWS, 1 << 22)
+    tile_bytes: float = quantity("bytes", "of it at once stay in the caches", LAWS, 1 << 22)
+    tile_pages: float = quantity(
+        "1", "share of the seconds of its fresh pages, which cores request at once", LAWS, 0.5
+    )
+    tasks: float = quantity(
+        "tasks", "of the call, from which each has whole rows of results; infinite: none", LAWS,
+        math.inf,
+    )  # fmt: skip
     longest_form: int = quantity("values", "computed again without an axis of one", JUDGED, 64)
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
@@ -487,14 +494,14 @@ class FusionFacts:
         """Return the share of a reduction's results that a call which goes on computes at once."""
         return min(1.0, self.tile / elements)
 
-    def followed_factor(self, row: int, elements: int) -> float:
-        """Return how many times a reduction takes in a call that goes on.
+    def tile_seconds(self, elements: float, held_bytes: float) -> float:
+        """Return the seconds in which a call writes what it reduces, beside fresh memory.
 
-        row: elements of a computed row that is reduced; elements: of all rows. The factor rises
-        from one up to twice the least sizes, so that prices have no jump.
+        held_bytes: of the elements, written at once. The caches of several cores are exhausted
+        little by little.
         """
-        shares = (row / self.long_row - 1, elements / self.followed_elements - 1)
-        return 1 + (self.followed - 1) * math.prod(min(max(s, 0.0), 1.0) for s in shares)
+        beyond = (held_bytes / self.tile_bytes - 1) / 4
+        return self.tile_s * elements * min(max(beyond, 0.0), 1.0)
 
     def batch_page_share(self, kept_blocks: float) -> float:
         """Return the share of the pages of computed rows that a batch of products writes.

@@ -13,8 +13,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
   times as long.
 - A batch of products takes reductions of shorter rows too. Until jaxlib 0.11 it writes their
   operands for some sizes, and takes up to 15 times as long.
-- A call takes longer for long rows if operations follow their reduction, 1.6 times as long in the
-  mean and up to 20 times.
+- A call writes the operand of a reduction that operations follow. It takes up to 20 times as long
+  where the tiles that it writes at once are larger than what the allocator keeps.
 - A product of rows and a vector stores the rows. A sum of products does not, but until jaxlib 0.11
   XLA makes a product of it.
 - Until jaxlib 0.11, whole rows are sorted where a slice of a top-k is no smaller top-k.
@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.cost import call_tiles
 from symjax_rewrite.cost.equation_cost import (
     selection_seconds,
     shape_of,
@@ -216,22 +217,34 @@ def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[tuple[Equa
 
 
 def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:
-    """Yield reductions of computed long rows whose call goes on: exp(-Σ (x - y)²)."""
-    facts = r.facts
-    for e in found if facts.followed > 1 else ():
+    """Yield reductions of computed rows whose call goes on: exp(-Σ (x - y)²)."""
+    facts, device = r.facts, r.device
+    for e in found:
         users = r.users.get(e.outvals[0], ())
         if len(users) != 1 or users[0].name not in KNOWN | REDUCTIONS:
             continue
         chain = r.chain(e.reads[0])
-        if chain.width < facts.long_row or not _is_along_rows(e, chain.width):
+        if not _is_along_rows(e, chain.width) or not chain.is_in_call or chain.selected:
             continue
-        if not chain.is_in_call or chain.selected or any(_product_readers(e, r)):
+        if any(_product_readers(e, r)):
             continue
-        alone_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * size_made(e)
-        longer = facts.followed_factor(chain.width, size_read(e))
-        seconds = longer * alone_s, alone_s + facts.stored_s * size_made(e)
+        size, made = size_read(e), size_made(e)
+        results, again = shape_of(e.eqn.outvars[0]), _goes_on_to_a_reduction(e, r)
+        written_s = call_tiles.written_seconds(results, size // made, device, again)
+        alone_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * made
+        stored_s = alone_s + facts.stored_s * made + device.page_seconds(4 * made)
+        seconds = alone_s + written_s, stored_s
         if r.pays(*seconds):
             yield e, candidate(RULE, e.where(), _stored_result(e), seconds)
+
+
+def _goes_on_to_a_reduction(e: Equation, r: Fused) -> bool:
+    """Return True if operations of the library, each the only reader, end at a reduction."""
+    while len(users := r.users.get(e.outvals[0], ())) == 1:
+        (e,) = users
+        if e.name not in KNOWN | VIEWS:
+            return e.name in REDUCTIONS
+    return False
 
 
 def _product_readers(e: Equation, r: Fused) -> list[Equation]:

@@ -75,6 +75,9 @@ TAKEN = {
         lambda x, y, w: jax.nn.softmax(-distances(x, y) / 100) @ w,
         array(379, 256), array(120, 256), array(120, 3),
     ),
+    "a function of distances in tiles larger than the allocator keeps": (
+        lambda x, y: jnp.exp(-distances(x, y)), array(700, 600), array(90, 600)
+    ),
     "largest differences in a product": (
         lambda x, y, w: jnp.max(jnp.abs(x[:, None] - y), -1) @ w,
         array(2000, 64), array(70, 64), array(70, 3),
@@ -263,9 +266,15 @@ LEFT = {
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
     "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
     "short rows in a product": (kernel_times, array(4000, 32), array(70, 32), array(70, 3)),
-    "a softmax of distances in a product": (
+    "a softmax of distances over few features in a product": (
         lambda x, y, w: jax.nn.softmax(-distances(x, y) / 100) @ w,
-        array(2000, 64), array(70, 64), array(70, 3),
+        array(2000, 24), array(70, 24), array(70, 3),
+    ),
+    "a function of distances in small tiles": (
+        lambda x, y: jnp.exp(-distances(x, y)), array(50, 500), array(900, 500)
+    ),
+    "a function of distances, each whole": (
+        lambda x, y: jnp.exp(-distances(x, y)), array(170, 900), array(180, 900)
     ),
     "few distances in a product": (kernel_times, array(200, 64), array(70, 64), array(70, 3)),
     "distances that two products read": (
