@@ -24,8 +24,9 @@ of a point; `library_features`, `library_shifted` and `square_features` of `Fold
 rows of a table, read and added by key; `row_term` of `FoldFacts`. *Copies*: a vector, repeated;
 `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small arrays, summed and multiplied by ones;
 `vector_sum_bytes` of `FusionFacts`. *Crossings*: the transpose added to a function of a product;
-`crossed_s` of `ProductLayouts`. *Places*: argmin beside min; `argmax` of `FoldFacts`. What XLA
-fuses: `fusion_laws`.
+`crossed_s` of `ProductLayouts`. *Places*: argmin beside min; `argmax` of `FoldFacts`. *Columns*:
+cumulative maxima as a tree and row by row; `tree_s`, `element_s` and `step_s` of `ColumnScanFacts`.
+What XLA fuses: `fusion_laws`.
 """
 
 from __future__ import annotations
@@ -436,6 +437,19 @@ def places() -> None:
             print(f"{shape}, least of a {name}: {each:.1f} ns an element for its place")
 
 
+def columns() -> None:
+    """Print the times of maxima down an array, as a tree over its rows and row by row."""
+
+    def by_rows(x: Any) -> Any:
+        return lax.scan(lambda h, row: (jnp.maximum(h, row),) * 2, x[0], x)[1]
+
+    for shape in ((50_000, 2), (50_000, 5), (50_000, 16), (5000, 64), (5000, 256), (3_000_000, 5)):
+        x = array(*shape)
+        tree, loop = seconds_of(lambda x: lax.cummax(x, axis=0), x), seconds_of(by_rows, x)
+        each = f"{1e9 * tree / x.size:.1f} ns an element as a tree"
+        print(f"{shape}: {each}, row by row {1e9 * loop / len(x):.0f} ns a row")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
     parser.add_argument("--products", type=int, default=200)
@@ -465,6 +479,7 @@ def main() -> None:
         copies()
         crossings()
         places()
+        columns()
 
 
 if __name__ == "__main__":

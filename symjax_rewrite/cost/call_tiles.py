@@ -6,7 +6,7 @@ tile of results: of the axes that tiles of results cut, its operand has the tile
 axes inside of them so many as a tile of the operand has. From jaxlib 0.11 on it has these axes as a
 whole, if there are enough tiles to give every thread two of them, or if another reduction follows.
 The operand of a tile is written before it is reduced. A reduction that ends its call writes a tile
-of the operand at a time (XNNPACK, `ynnpack/subgraph/slinky.cc` and `runtime.cc`; `followed` in
+of the operand at a time (the scheduler of YNNPACK, in google/XNNPACK; `followed` in
 experiments/performance_fuzz/fusion_laws.py). Sizes are not rounded to whole tiles, so that prices
 have no jump.
 """

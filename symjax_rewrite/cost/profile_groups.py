@@ -525,7 +525,7 @@ class ColumnScanFacts:
 
     tree_s: float = quantity("s/element", "as a tree", ORIENTATION, 4e-9)
     element_s: float = quantity("s/element", "row by row", ORIENTATION, 1.2e-9)
-    step_s: float = quantity("s", "a row, beside its elements", ORIENTATION, 2e-8)
+    step_s: float = quantity("s", "a row, beside its elements", LAWS, 4e-9)
     most_steps: int = quantity("steps", "sums in order of more lose digits", JUDGED, 1 << 13)
 
 

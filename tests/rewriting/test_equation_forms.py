@@ -78,6 +78,7 @@ TAKEN = {
         "maximum": (lambda x: lax.cummax(x, axis=0), TALL),
         "minimum from the end": (lambda x: lax.cummin(x, axis=0, reverse=True), TALL),
         "logsumexp": (lambda x: lax.cumlogsumexp(x, axis=0), TALL),
+        "maximum of short rows": (lambda x: lax.cummax(x, axis=0), array(20_000, 5)),
         "in a batch": (lambda x: jnp.cumsum(x, 1), array(4, 50, 128)),
         "integers": (
             lambda x: jnp.cumsum(x, 0), jnp.arange(40_000, dtype=jnp.int32).reshape(200, 200),
