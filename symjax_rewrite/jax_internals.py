@@ -81,9 +81,9 @@ def below(eqn: JaxprEqn, outer: JaxprEqn | None) -> JaxprEqn:
     """Return an equation of a body in the name scope of the call that held it, if given."""
     if outer is None or not outer.source_info.name_stack.stack:
         return eqn
-    own = eqn.source_info
-    stack = outer.source_info.name_stack + own.name_stack
-    return eqn.replace(source_info=own.replace(name_stack=stack))
+    own, stack = eqn.source_info, outer.source_info.name_stack
+    stack = stack + own.name_stack if own.name_stack.stack else stack
+    return eqn.replace(source_info=_source.SourceInfo(own.traceback, stack))
 
 
 def array_aval(shape: Sequence[Any], dtype: str) -> Any:
@@ -424,6 +424,19 @@ def live_part(
     inputs = [False] * len(closed.in_avals) if inputs is None else inputs
     jaxpr, has = _pe.dce_jaxpr(closed.jaxpr, list(used), list(inputs))
     return ClosedJaxpr(jaxpr, closed.consts), list(has)
+
+
+def live_equation(eqn: JaxprEqn, used: Sequence[bool], program: ClosedJaxpr) -> JaxprEqn | None:
+    """Return an equation without dead values in its bodies, and without unused results and inputs.
+
+    used: for each of its results, True if something reads it. None if the equation is dead.
+    program: any that has it, for names in messages.
+    """
+    inputs = [*dict.fromkeys([v for v in eqn.invars if not is_literal(v)])]
+    made = {"outvars": eqn.outvars, "eqns": [eqn], "effects": eqn.effects}
+    alone = program.jaxpr.replace(constvars=[], invars=inputs, **made)
+    live = live_part(ClosedJaxpr(alone, ()), used)[0].jaxpr.eqns
+    return live[0] if live else None
 
 
 class BodySpot:

@@ -8,6 +8,7 @@ are results and operands that XLA may flush to zero (subnormal numbers) or write
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,19 +55,27 @@ def folded(eqn: JaxprEqn, operands: Sequence[Literal]) -> Literal | None:
     name, aval = eqn.primitive.name, _aval(eqn.outvars[0])
     if name not in FOLDABLE or aval.shape or dtype_name(aval.dtype) not in _KINDS:
         return None
-    numbers = [np.asarray(a.val) for a in operands]
-    dtypes = [_aval(a).dtype for a in operands]
-    if any(
-        x.ndim or _KINDS.get(dtype_name(d), "?") not in _ALLOWED[name]
-        for x, d in zip(numbers, dtypes, strict=True)
-    ):
+    given = [(np.asarray(a.val), _aval(a).dtype) for a in operands]
+    if any(x.ndim or _KINDS.get(dtype_name(d), "?") not in _ALLOWED[name] for x, d in given):
         return None
+    made = _number(name, aval.dtype, *[(x.tobytes(), x.dtype, d) for x, d in given])
+    return None if made is None else Literal(made, aval)
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(name: str, dtype: np.dtype, *given: tuple[bytes, np.dtype, np.dtype]) -> Any:
+    """Return the result of a primitive at numbers, or None if XLA's may have other bits.
+
+    Programs have few different ones: the same indices are normalised wherever an array is read.
+
+    given: the bits of each number, with its dtype and that of the operand.
+    """
     with np.errstate(all="ignore"):
-        numbers = [x.astype(d)[()] for x, d in zip(numbers, dtypes, strict=True)]
-        made = np.asarray(_FUNCTIONS[name](*numbers)).astype(aval.dtype)[()]
+        numbers = [np.frombuffer(bits, own)[0].astype(d) for bits, own, d in given]
+        made = np.asarray(_FUNCTIONS[name](*numbers)).astype(dtype)[()]
     if name == "convert_element_type" and not _is_rounded_once(numbers[0], made):
         return None
-    return Literal(made, aval) if all(map(_has_known_bits, (*numbers, made))) else None
+    return made if all(map(_has_known_bits, (*numbers, made))) else None
 
 
 def _aval(atom: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from symjax_rewrite.cost.light_programs import LITTLE_WORK
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Program, flatten, flattening_once, inlinable_body
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten, flattening_once
 from symjax_rewrite.ir.program_key import program_key
 from symjax_rewrite.ir.replacement import ConflictError, replaced
 from symjax_rewrite.ir.sizes import Assumptions
@@ -48,6 +48,8 @@ from symjax_rewrite.usage_records import (
     planned_choices,
     planned_regions,
 )
+
+_WITH_BODIES = LOOPS | {"cond", "jit", jax_internals.REMAT}
 
 
 @dataclass(slots=True)
@@ -294,8 +296,7 @@ class _Run:
         defers = context.options.kernels == "auto" and not context.device.runs_on_gpu
         self.context, self.result = context, Result(closed, defers=defers)
         self.program = self.first = flat(closed, is_live)
-        is_live |= self.first.closed is not closed
-        scans = [e.eqn for e in self.first.equations if is_live and e.name == "scan"]
+        scans = [e.eqn for e in self.first.equations if e.name == "scan"]
         self.live_bodies = {id(e.params["jaxpr"].jaxpr) for e in scans}
         self.stops: set[str] = set()
         self.seen: dict[str, Program] = {}  # by pass, the program after it
@@ -362,21 +363,31 @@ def flat(closed: ClosedJaxpr, is_live: bool = False) -> Program:
 
     is_live: True if it has none.
     """
-    if is_live:
-        return flatten(closed)
-    if _calls_loops(closed):
-        return flatten(jax_internals.without_dead(closed))
     program = flatten(closed)
+    if is_live:
+        return program
+    with_bodies = _WITH_BODIES if any(e.name in LOOPS for e in program.equations) else ()
     live, kept = {*numbers(program.outputs)}, []
     for e in reversed(program.equations):
-        if e.eqn.effects or not live.isdisjoint(e.outvals):
-            kept.append(e)
-            live.update(e.reads, numbers(e.same_as))
+        if e.name in with_bodies:
+            part = _live_part(e, live, closed)
+        else:
+            part = e if e.eqn.effects or not live.isdisjoint(e.outvals) else None
+        if part is not None:
+            kept.append(part)
+            live.update(part.reads, numbers(part.same_as))
     program.equations = kept[::-1]
     return program
 
 
-def _calls_loops(closed: ClosedJaxpr) -> bool:
-    """Return True if a jaxpr, or a call in it that is inlined, has a loop."""
-    found = ((e, inlinable_body(e)) for e in closed.jaxpr.eqns)
-    return any(e.primitive.name in LOOPS or (b is not None and _calls_loops(b)) for e, b in found)
+def _live_part(e: Equation, live: Collection[int], program: ClosedJaxpr) -> Equation | None:
+    """Return an equation without dead values in its bodies; None if it is dead itself."""
+    eqn = jax_internals.live_equation(e.eqn, [v in live for v in e.outvals], program)
+    if eqn is None or eqn is e.eqn:
+        return eqn and e
+    taken = zip(e.eqn.invars, e.invals, strict=True)
+    value: dict[Any, Value] = {a: v for a, v in taken if not jax_internals.is_literal(a)}
+    invals = [a if jax_internals.is_literal(a) else value[a] for a in eqn.invars]
+    made = dict(zip(e.eqn.outvars, e.outvals, strict=True))
+    outvals = [made[v] for v in eqn.outvars]
+    return Equation(eqn, tuple(invals), tuple(outvals), e.same_as, e.calls)

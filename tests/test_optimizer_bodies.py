@@ -44,8 +44,8 @@ def test_a_body_that_stays_is_optimised_once(programs):
 
 
 def test_dead_values_of_a_loop_and_of_the_loops_in_it_are_removed_at_once(programs, monkeypatch):
-    searched, remove = [], jax_internals.without_dead
-    monkeypatch.setattr(jax_internals, "without_dead", lambda c: searched.append(c) or remove(c))
+    searched, remove = [], jax_internals.live_equation
+    monkeypatch.setattr(jax_internals, "live_equation", lambda *a: searched.append(a) or remove(*a))
 
     def step(h, _):
         inner = lambda c, _: ((jnp.tanh(c[0]), c[1] @ c[1]), None)  # noqa: E731, c[1] is not read
@@ -118,3 +118,18 @@ def test_effects_without_results_are_no_dead_equations(capsys):
     sym_optimize(f)(jnp.ones((3, 3)))
     jax.effects_barrier()
     assert capsys.readouterr().out == "sum 10.0\n"
+
+
+def test_dead_results_of_a_loop_are_no_part_of_a_program():
+    """Nor are its dead carries, and what only they read; a folded number stays an operand."""
+
+    def f(x, y):
+        both = lambda c, _: ((jnp.sin(c[0]) + c[2], jnp.cos(c[1]), c[2]), c[1])  # noqa: E731
+        (h, _, _), _ = lax.scan(both, (x, jnp.tanh(y), jnp.float32(1) + 2), None, 3)
+        return h
+
+    program = optimizer.flat(jax.make_jaxpr(f)(jnp.ones(5), jnp.ones(5)))
+    (loop,) = program.equations
+    assert loop.name == "scan" and len(loop.outvals) <= 2
+    assert [v for v in loop.invals if isinstance(v, int)] == [program.inputs[0]]
+    assert len(loop.invals) == len(loop.eqn.invars) == len(loop.eqn.params["jaxpr"].in_avals)
