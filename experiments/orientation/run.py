@@ -272,7 +272,7 @@ def main() -> None:
         print(reductions(1, 1e-3, (20_000,)))
         print(fusions(1, 1e-3, 10_000))
         print(reduced_in_products(1, 1e-3, ((50, 10, 3),), (64,)))
-        print(compared(1, 1e-3, 20))
+        print(compared(1, 1e-3, 60))
         return
     columns = [1 << k for k in range(10, 18)]
     tables = (
