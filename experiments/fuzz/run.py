@@ -1,6 +1,7 @@
 """Random programs against their optimised selves, as many as asked, in parallel.
 
     python experiments/fuzz/run.py --programs 20000 --seed 0 --jobs 2
+    python experiments/fuzz/run.py --choice forced   # every legal candidate is taken
     python experiments/fuzz/run.py --bugs 200        # after how many programs planted bugs are seen
 
 Every program is the program of a seed (`tests/fuzz/cases.py`), so `--programs 1 --seed 1234` runs
@@ -12,6 +13,7 @@ Once a minute the counts so far are printed to stderr; an interrupt ends the run
 import argparse
 import collections
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -56,9 +58,9 @@ def in_library(error: BaseException) -> bool:
     return any(library & {*Path(f.filename).parents} for f in frames)
 
 
-def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
+def run_block(job: tuple[int, int, float, str | None]) -> dict[str, Any]:
     """Run the programs of some seeds."""
-    first, last, deadline = job
+    first, last, deadline, choice = job
     if time.time() > deadline:
         return {"counts": {}, "failures": []}
     from tests.fuzz.cases import case
@@ -74,6 +76,7 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
         if time.time() > deadline:
             break
         program, mode = case(seed)
+        mode = dataclasses.replace(mode, choice=choice or mode.choice)
         try:
             signal.setitimer(signal.ITIMER_PROF, PATIENCE)
             outcome = check_named(program, mode)
@@ -105,7 +108,7 @@ def run_programs(a: argparse.Namespace) -> dict[str, Any]:
 
     start = time.time()
     jobs = [
-        (s, min(s + BLOCK, a.seed + a.programs), start + a.seconds)
+        (s, min(s + BLOCK, a.seed + a.programs), start + a.seconds, a.choice)
         for s in range(a.seed, a.seed + a.programs, BLOCK)
     ]
     counts: collections.Counter[str] = collections.Counter()
@@ -178,6 +181,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--choice", help="how forms are chosen (`Mode` of tests/fuzz/check.py)")
     parser.add_argument("--bugs", type=int, default=0, help="programs per planted bug, at most")
     parser.add_argument("--write", action="store_true", help="add the run to the files beside this")
     a = parser.parse_args()

@@ -24,12 +24,14 @@ from jax.extend import core as jex_core
 from symjax_rewrite import errors, sym_optimize
 from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.cost import device_profiles
+from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.ir.egraph import ORIGINAL
 from symjax_rewrite.jax_internals import all_equations, has_primitive, live_part
 from symjax_rewrite.rewriting import extraction, region_solver
 from symjax_rewrite.rewriting import region_partition as regions_module
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError, narrows
 from tests.fuzz.programs import Program
+from tests.fuzz.thresholds import without_thresholds
 from tests.profiles import changed
 
 check_jaxpr: Any = getattr(jex_core, "check_jaxpr", None) or jax_core.check_jaxpr
@@ -47,7 +49,8 @@ class Mode:
     """The way in which a program is tried.
 
     transform: see `TRANSFORMS`. choice: `model` takes what the cost model takes, `random` takes
-    any equal form (numbered by `seed`), `wide` does so for every region, interesting or not.
+    any equal form (numbered by `seed`), `wide` does so for every region, interesting or not;
+    `forced` takes every candidate of every pass, as if nothing had a threshold.
     symbolic: a size of the arguments is a name (see `symbolic.py`).
     """
 
@@ -196,7 +199,8 @@ def choosing(mode: Mode) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if mode.choice != "model":
             read = {"large_program": sys.maxsize}  # terms of small arrays too
-            cpu = changed(margins={"share_of_program": -float("inf")}, search=read)
+            plain = without_thresholds() if mode.choice == "forced" else CPU
+            cpu = changed(plain, margins={"share_of_program": -float("inf")}, search=read)
             stack.enter_context(mock.patch.dict(device_profiles.DEVICES, cpu=cpu))
         if mode.choice in ("random", "wide"):
             stack.enter_context(
@@ -206,7 +210,7 @@ def choosing(mode: Mode) -> Iterator[None]:
             stack.enter_context(
                 mock.patch.object(regions_module, "_is_interesting", lambda *a: True)
             )
-        if mode.choice == "always":
+        if mode.choice in ("always", "forced"):
             stack.enter_context(
                 mock.patch.object(extraction, "worthwhile", lambda *a: (True, "fuzz"))
             )
