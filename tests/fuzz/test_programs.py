@@ -9,14 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from symjax_rewrite import sym_optimize
 from tests.fuzz.cases import CHOICES, case
-from tests.fuzz.check import TRANSFORMS, Failure, InvalidProgramError, Mode, choosing
+from tests.fuzz.check import TRANSFORMS, Failure, InvalidProgramError, Mode
 from tests.fuzz.grammar import program
 from tests.fuzz.programs import Program
 from tests.fuzz.shrink import script
@@ -90,13 +88,3 @@ def test_program_means_the_same_with_every_legal_candidate_taken(block: int):
         except InvalidProgramError:
             continue
         assert not isinstance(outcome, Failure), script(made, mode, outcome)
-
-
-@pytest.mark.parametrize(("function", "rule"), [(jnp.sum, "column_reductions")])
-def test_candidates_that_no_price_takes_are_forced(function: Any, rule: str):
-    found = {}
-    for choice in ("always", "forced"):
-        with choosing(Mode("value", choice)):
-            report = sym_optimize(lambda x: function(x, 0)).explain(jnp.ones((6, 3)))
-        found[choice] = rule in [r.name for r in report.rules]
-    assert found == {"always": False, "forced": True}
