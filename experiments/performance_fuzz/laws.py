@@ -13,20 +13,20 @@ features; `row_sum` and `features_at_once` of `FoldFacts`. *Ties*: sums of the p
 least entry, along and down a fold's blocks; `down_tile` of `FoldFacts`. *Blocks*: sums of
 differences in batches of short rows; `threaded_pairs` of `FoldFacts`. *Rows*: products of long
 matrices with few columns, and of vectors with matrices of many rows; `product_row_s`,
-`short_row_bytes` and `cached_rows` of `MemoryFacts`. *Tiles*: folds of sums over features;
-`chained` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read and written in a
-loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows; `conflict_bytes` and
-`conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the left one stored
-transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a row added to
-each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*: weighted means
-by a function of pairs, by the features of a value, and sums of squares of products by the features
-of a point; `library_features`, `library_shifted` and `square_features` of `FoldFacts`. *Lookups*:
-rows of a table, read and added by key; `row_term` of `FoldFacts`. *Copies*: a vector, repeated;
-`spread_bytes_per_s` of `MemoryFacts`. *Sums*: small arrays, summed and multiplied by ones;
-`vector_sum_bytes` of `FusionFacts`. *Crossings*: the transpose added to a function of a product;
-`crossed_s` of `ProductLayouts`. *Places*: argmin beside min; `argmax` of `FoldFacts`. *Columns*:
-cumulative maxima as a tree and row by row; `tree_s`, `element_s` and `step_s` of `ColumnScanFacts`.
-What XLA fuses: `fusion_laws`.
+`short_row_bytes` and `cached_rows` of `MemoryFacts`. *Tiles*: folds of sums over features, many in
+loops; `chained` and `looped` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read
+and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
+`conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
+left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a
+row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*:
+weighted means by a function of pairs, by the features of a value, and sums of squares of products
+by the features of a point; `library_features`, `library_shifted` and `square_features` of
+`FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of `FoldFacts`. *Copies*:
+a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small arrays, summed and
+multiplied by ones; `vector_sum_bytes` of `FusionFacts`. *Crossings*: the transpose added to a
+function of a product; `crossed_s` of `ProductLayouts`. *Places*: argmin beside min; `argmax` of
+`FoldFacts`. *Columns*: cumulative maxima as a tree and row by row; `tree_s`, `element_s` and
+`step_s` of `ColumnScanFacts`. What XLA fuses: `fusion_laws`.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def vector_sums() -> None:
 
 
 def tiles(points: int = 2000) -> None:
-    """Print the steps per operation of a fold of sums over features."""
-    for width in (4, 8, 16, 32, 64):
+    """Print the steps per operation of a fold of sums over features; many are summed in loops."""
+    for width in (4, 8, 16, 64, 256):
         x, y = array(points, width), array(points, width)
         fold = sym_optimize(
             lambda x, y: jnp.sum(jnp.sum(jnp.abs(x[:, None] - y[None]), -1), 1), kernels="always"

@@ -56,6 +56,8 @@ class Tile:
         key: compared by equality and hashing, with `reads`; `fun` itself if left out.
         whole: the row or column axis that the program itself reduces, or None. An example is the
             comparison of a term with its row maximum. A block must hold all of that axis.
+        over: feature axes that the program itself sums over. Operands over rows or columns may have
+            one of them, as the last axis of what `fun` reads.
         dtypes: the dtypes of the tiles; a trace of `fun` finds them if left out.
     """
 
@@ -63,6 +65,7 @@ class Tile:
     reads: tuple[int, ...] = ()
     key: Hashable = None
     whole: str | None = None
+    over: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -297,7 +300,7 @@ class FoldSpec(NamedAxes):
     @property
     def tables(self) -> list[int]:
         """Return the numbers of the tables that the tile reads."""
-        return [k for k in self.tile.reads if self.features(k)]
+        return [k for k in self.tile.reads if self.features(k) and not self.summed(k)]
 
     @property
     def read_last(self) -> tuple[int, ...]:
@@ -312,6 +315,10 @@ class FoldSpec(NamedAxes):
         """Return the axes of an operand that are neither batch, row nor column, in its order."""
         shared = {*self.batch, self.row, self.col}
         return tuple(a for a in self.operands[operand].axes if a not in shared)
+
+    def summed(self, operand: int) -> tuple[str, ...]:
+        """Return the features of an operand that the tile program sums over."""
+        return tuple([a for a in self.features(operand) if a in self.tile.over])
 
     def width(self, operand: int) -> int:
         """Return the number of features of an operand."""
@@ -416,7 +423,9 @@ def _transposed(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
         row=spec.col,
         col=spec.row,
         contractions=tuple(replace(c, row=c.col, col=c.row) for c in spec.contractions),
-        tile=Tile(tile, inner.reads, key=("transposed", inner.key), dtypes=inner.dtypes),
+        tile=Tile(
+            tile, inner.reads, key=("transposed", inner.key), over=inner.over, dtypes=inner.dtypes
+        ),
         outputs=tuple(Sums(o.terms, o.tile) for o in sums),
         band=Band(lower, upper),
     )
@@ -432,8 +441,10 @@ def _validate(spec: FoldSpec) -> None:
             check(set(spec.features(number)) == set(c.over), "features left over", c)
     check(spec.tile.whole in (None, spec.row, spec.col), "a tile is whole along", spec.tile.whole)
     for number in spec.tile.reads:
+        features = spec.features(number)
         table = not {spec.row, spec.col} & {*spec.operands[number].axes}
-        check(table or not spec.features(number), "a tile reads an operand with features", number)
+        known = table or features == spec.summed(number)[:1]
+        check(known, "a tile reads an operand with features", number)
     for output in spec.outputs:
         summed, kept = spec.col, spec.row
         if isinstance(output, ColumnSums):

@@ -31,6 +31,7 @@ def limits(spec: FoldSpec) -> list[tuple[bool, str]]:
     return [
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
+        (bool(spec.tile.over), "the tile sums features in a loop"),
         (too_large(a.shape for a in spec.avals), "an operand has more than 2^31 elements"),
     ]
 

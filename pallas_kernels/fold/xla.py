@@ -342,16 +342,18 @@ def _maximum_is_low(spec: FoldSpec, states: tuple[State, ...]) -> Array:
     )
 
 
-def _with_pairs_along_rows(
-    spec: FoldSpec, operands: Sequence[Array]
-) -> tuple[FoldSpec, list[Array]]:
-    """Transpose pair operands stored with rows last that are read more than once.
+def _in_read_order(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[Array]]:
+    """Transpose operands that loops read more than once, across the order in which they are stored.
 
-    Reading a block across the storage order takes several times as long as reading along it.
+    Those are pair operands stored with rows last, and vectors that a loop over features reads.
+    Reading across takes several times as long as reading along.
     """
     described, arrays = list(spec.operands), list(operands)
     for k, operand in enumerate(spec.operands):
         axes = operand.axes
+        if axes[-1:] == spec.summed(k) and len(axes) > 1:
+            arrays[k] = lax.optimization_barrier(_with_last_first(arrays[k]))
+            described[k] = replace(operand, axes=(*axes[-1:], *axes[:-1]))
         if not runs_across(spec, k) or {*spec.batch} <= {*axes}:
             continue
         order = (*(a for a in axes if a not in (spec.row, spec.col)), spec.row, spec.col)
@@ -384,7 +386,7 @@ def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tupl
         return bundle(spec, [jnp.zeros(s.shape, s.dtype) for s in shapes])
     if spec.few and blocks is None:
         return _whole_if_few(spec, arrays)
-    spec, operands = _with_pairs_along_rows(spec, arrays)
+    spec, operands = _in_read_order(spec, arrays)
     sweep = _Sweep(spec, _stacked(spec, operands), blocks or xla_blocks(spec))
     inner, axes = sweep.blocks.inner, result_axes(spec)
     total = math.prod(sweep.blocks.counts(spec).values()) * sweep.row_blocks

@@ -360,6 +360,7 @@ CPU = Device(
         block_s=5e-6,
         threaded_pairs=1 << 16,
         chained=0.35,
+        looped=0.22,
         stored_tile=4,
         down_tile=20,
         row_sum=48,

@@ -8,6 +8,9 @@ from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.term import Node
 
+# Functions that XLA takes for cheap where it fuses (IsExpensive of its instruction fusion): each
+# loop that reads them computes them, for every element that it repeats them to.
+REPEATED = frozenset({"sin", "cos", "tan"})
 VECTORISED = frozenset(name for name, kind in FUNCTIONS.items() if kind in ("short", "long"))
 
 

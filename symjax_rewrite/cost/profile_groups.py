@@ -268,6 +268,9 @@ class FoldFacts:
         LAWS,
         1.0,
     )
+    looped: float = quantity(
+        "1", "of a step, by such an operation in a tile's loop over features", LAWS, 1.0
+    )
     chained_reads: int = quantity(
         "1", "values that such a tile reads; half as long again for as many more", LAWS, 64
     )

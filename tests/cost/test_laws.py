@@ -223,15 +223,15 @@ def test_a_fold_gives_way_to_a_rule_that_saves_as_much() -> None:
     assert not any(r.taken for r in found.routes)
 
 
-@pytest.mark.parametrize(("width", "taken"), [(8, True), (64, False)])
-def test_nearest_neighbours_of_many_features_stay(width: int, taken: bool) -> None:
-    """XLA adds eight features at a time, a fold's block one."""
+@pytest.mark.parametrize("width", [8, 64, 256])
+def test_nearest_neighbours_of_many_features_are_a_fold(width: int) -> None:
+    """Loops over features took 0.4 to 0.6 of the time of XLA's library, written out 1.3."""
 
     def nearest(x: Any, y: Any) -> Any:
         return jnp.argmin(jnp.sum((x[:, None] - y[None]) ** 2, -1), axis=1)
 
     found = rewritten(nearest, (4096, width), (1024, width))
-    assert [r.taken for r in found.routes if r.name == "fold"] == [taken]
+    assert [r.taken for r in found.routes if r.name == "fold"] == [True]
 
 
 def test_small_products_of_a_step_stay_in_their_loop() -> None:

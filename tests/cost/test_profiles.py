@@ -88,6 +88,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "kernel_selection.folds.named_sizes": {"MOST_DOUBLINGS": SEARCH},
     "kernel_selection.folds.pairwise_terms": {
         "UNROLL": SHAPE,
+        "PIECE": SHAPE,
+        "LONGEST": SEARCH,
         "LEAST_DOT": SHAPE,
         "MOST_JOINED": SEARCH,
         "LARGEST_TILE": SEARCH,

@@ -7,8 +7,8 @@ it. After: one `FoldSpec` with a tile, its reductions, and an epilogue over rows
               (`gather_patterns`), slices (`slices`) and concatenated columns
               (`concatenated_reductions`); gradients that vanish (`vanishing_gradients`)
     group     reductions over the same pairs (`clustering`, `cluster_keys`)
-    build     tiles (`tile_program`, `gathered_columns`, `sort_keys`), row algebra (`epilogue`,
-              `widening`), the call (`builder`); every pair once (`mirrored_pairs`,
+    build     tiles (`tile_program`, `feature_loops`, `gathered_columns`, `sort_keys`), row algebra
+              (`epilogue`, `widening`), the call (`builder`); every pair once (`mirrored_pairs`,
               `tile_symmetry`); attention by cuDNN (`attention_gradients`, `score_folds`,
               `row_symbols`)
     price     folds (`fold_price`), XLA's form (`written_terms`, `written_price`), at named sizes

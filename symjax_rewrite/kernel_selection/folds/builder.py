@@ -466,7 +466,7 @@ class FoldBuilder:
             col=COLUMN,
             operands=tuple(tiles.operands),
             contractions=tuple(tiles.contractions),
-            tile=Tile(fun, tuple(tiles.reads), key, tiles.whole, dtypes),
+            tile=Tile(fun, tuple(tiles.reads), key, tiles.whole, tuple(tiles.over), dtypes),
             outputs=outputs,
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),

@@ -133,14 +133,15 @@ class Scope(NamedTuple):
     """Limits and options of the search.
 
     least: minimum number of elements of a tile. single: include scores of one row, as of one
-    decoder query. tables: tiles may look values up in tables and sum by key. sort_share: minimum
-    ratio between the length of a sorted row and the number of places kept. cancels: sums may lose
-    digits.
+    decoder query. tables: tiles may look values up in tables and sum by key. loops: tiles may
+    sum features in loops. sort_share: minimum ratio between the length of a sorted row and the
+    number of places kept. cancels: sums may lose digits.
     """
 
     least: int
     single: bool
     tables: bool
+    loops: bool = False
     sort_share: float = 0.0
     cancels: bool = False
 
@@ -150,7 +151,10 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
     made: dict[int, ClusterMember] = {}  # found so far; a tile reads only earlier reductions
-    terms = Pair(t, None, None, gone, made, tables=scope.tables, cancels=scope.cancels)
+    terms = Pair(
+        t, None, None, gone, made,
+        tables=scope.tables, loops=scope.loops, cancels=scope.cancels,
+    )  # fmt: skip
     for cls in need.order:
         candidate = _candidate(terms, cls, scope)
         if candidate is not None:
@@ -284,13 +288,16 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
         return None
     if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):
         return None
+    if not all({*space} <= {*r.axes} for r in tile.long):
+        return None  # each part of a gradient would sum the features again
     made = ClusterMember(found, pair, tile, space)
     if pair.single is None:
         of_row = [r for r in tile.operands if pair.row in r.axes]
     else:
         of_row = [r for r in tile.operands if pair.column not in r.axes]
     read = {r.cls for r in (*tile.whole, *of_row)}
-    if pairs < max((elements(t, cls) for cls in read), default=0):
+    terms = pairs * max(tile.counts.values(), default=1)  # of the largest pairwise term
+    if terms < max((elements(t, cls) for cls in read), default=0):
         return None
     whole = [r for r in tile.whole if kind_of(t.graph, r.cls) == "f"]
     if not tile.has_dot and any(len(r.axes) == len(space) for r in whole):

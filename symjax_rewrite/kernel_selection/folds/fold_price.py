@@ -20,13 +20,12 @@ from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.term import CONTRACT, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
-    elements,
-)
+from symjax_rewrite.kernel_selection.folds.feature_loops import loop_lengths, steps_of_loops
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
 from symjax_rewrite.kernel_selection.folds.written_price import (
     bytes_whole,
     seconds_streamed,
@@ -212,7 +211,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     share = visited / max(pairs, 1)
     kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
     seconds = kept / device.bytes_per_s + _copy_seconds(spec, blocks, device)
-    seconds += share * _block_seconds(spec, blocks, pairs, folds)
+    seconds += share * _block_seconds(spec, blocks, pairs, folds, steps_of_loops(route.steps))
     packed, rows = _packed(spec, blocks, device)
     seconds += share * device.packing_seconds(pairs * packed, pairs * rows)
     seconds += share * _product_seconds(spec, device, pairs)
@@ -222,9 +221,14 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
 
 
-def _block_seconds(spec: FoldSpec, blocks: Blocks, pairs: int, folds: FoldFacts) -> float:
-    """Return the seconds of all blocks beside their arithmetic; small ones take less."""
-    count = blocks.steps(spec)
+def _block_seconds(
+    spec: FoldSpec, blocks: Blocks, pairs: int, folds: FoldFacts, loops: int
+) -> float:
+    """Return the seconds of all blocks beside their arithmetic; small ones take less.
+
+    loops: steps of a block's loops over features.
+    """
+    count = blocks.steps(spec) * (1 + loops)
     weighted = any(t.weights is not None for o in spec.outputs for t in terms_of(o))
     small = 1.0 if spec.contractions or weighted else pairs / (count * folds.threaded_pairs)
     return folds.block_s * count * min(small, 1.0)
@@ -361,15 +365,18 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     is_double = "float64" in {x.dtype for x in spec.operands}
     wide = device.double_steps if is_double else 1.0
     nodes: list[Node | None] = []
+    lengths = loop_lengths(route.steps)
     for kind, data, args, _ in route.steps:
-        op, attr = data if kind == "apply" else (None, None)
+        added = (ADD, (1, 1)) if kind == "summed" else (None, None)
+        op, attr = data if kind == "apply" else added
         nodes.append(None if op is None else Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     shares = _shares(route, spec, nodes, blocks) if folds.streams else [1.0] * len(nodes)
     times = _kernels(route, spec, nodes) if folds.streams else [1] * len(nodes)
-    for node, share, count, (*_, dtype) in zip(nodes, shares, times, route.steps, strict=True):
+    for k, node in enumerate(nodes):
         if node is not None:
-            own = chained * weight(node) + functions_of(node, device)
-            steps += count * share * own * device.steps_of(dtype) / wide
+            length, each = lengths[k], folds.looped if lengths[k] > 1 else chained
+            own = length * (each * weight(node) + functions_of(node, device))
+            steps += times[k] * shares[k] * own * device.steps_of(route.steps[k].dtype) / wide
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     steps += folds.stored_tile * (_stored(spec) + kinds["along"])
@@ -394,7 +401,7 @@ def _kernels(route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None]) -> 
     """Return in how many kernels of a block XLA computes each step of a tile.
 
     The kernels are those of different tiles that are summed, and of functions that several of them
-    read. XLA repeats the arithmetic that they read in each, also a distance over many features.
+    read. XLA repeats the arithmetic that they read in each, also a distance that no loop sums.
     """
     tiles = {o.tile for o in spec.outputs if isinstance(o, (Sums, ColumnSums))}
     if len(tiles) < 2 or not route.roots:
@@ -405,7 +412,8 @@ def _kernels(route: FoldRoute, spec: FoldSpec, nodes: Sequence[Node | None]) -> 
         found[route.roots[tile]].add(route.roots[tile])
     for k in reversed(range(len(nodes))):
         node = nodes[k]
-        if node is not None and not is_arithmetic(node) and max(readers[k], len(found[k])) > 1:
+        called = node is not None and not is_arithmetic(node)
+        if (called and max(readers[k], len(found[k])) > 1) or route.steps[k].kind == "summed":
             found[k] = {k}
         for a in route.steps[k].args:
             found[a] |= found[k]
@@ -427,9 +435,9 @@ def _shares(
     readers: list[list[int]] = [[] for _ in nodes]
     for k, (kind, data, args, _) in enumerate(route.steps):
         match kind:
-            case "const" | "apply":
+            case "const" | "apply" | "summed":
                 own = set()
-            case "value":
+            case "value" | "feature":
                 own = {*spec.operands[data].axes}
             case "index":
                 own = {spec.row if data else spec.col}

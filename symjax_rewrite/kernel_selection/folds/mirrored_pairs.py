@@ -143,7 +143,8 @@ def mirrored(route: FoldRoute, primitives: Any, device: Device | None) -> FoldRo
     device: where given, a fold is changed only if it is predicted to be faster there.
     """
     spec = route.spec
-    simple = not (spec.named or spec.contractions or spec.tile.whole or spec.band != Band())
+    simple = not (spec.named or spec.contractions or spec.tile.whole or spec.tile.over)
+    simple = simple and spec.band == Band()
     if not simple or spec.rows != spec.cols or any(s.dtype not in DTYPES for s in route.steps):
         return route
     splitter = _Splitter(route)

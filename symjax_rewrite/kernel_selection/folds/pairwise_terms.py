@@ -22,10 +22,14 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 
 UNROLL = 64  # limit on terms of a sum written out inside a tile
+PIECE = 8  # terms that a step of a loop over features adds
+LONGEST = 2**14  # limit on terms of a sum that is a loop over features
 LEAST_DOT = 16  # least length of a sum computed as a product: kernels pad to it
 MOST_JOINED = 8  # limit on concatenated parts that a tile selects from
 LARGEST_TILE = 256  # limit on terms of one tile
 MOST_STEPS = 512  # limit on steps of one tile, its sums written out
+
+BY_FEATURE = ("apply", "sum", "delta", "scattered", "part", "joined")  # kinds that loops compute
 
 COMPARISONS = frozenset(
     "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
@@ -39,6 +43,11 @@ class At(NamedTuple):
     """One element of an axis, where a reference reads no index."""
 
     place: int
+
+
+def _is_summed(ref: Ref) -> bool:
+    """Return True for a reference inside a sum, which reads an index of the sum."""
+    return any(isinstance(i, tuple) for i in ref.axes)
 
 
 def reads_twice(ref: Ref) -> bool:
@@ -74,12 +83,13 @@ class Opened(NamedTuple):
     """Computation of a pairwise reference.
 
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
-    column operand, the tokens of the summed indices in `data`), `sum` (written out), `delta`,
-    `scattered` (a value at the selected column, else zero), `lookup` (a table and the integers that
-    it is read at; `data` is the value out of range, None for the nearest element), `part` (single
-    indices of another term), `joined` (an index and the parts joined along it; the start of each
-    part but the first in `data`), `along` (a reduced product; the monoid, and whether it is along
-    rows, in `data`), `chosen` (the value at the selected columns), or `leaf`.
+    column operand, the tokens of the summed indices in `data`), `sum` (written out or in a loop;
+    the token and the number of its terms in `data`), `delta`, `scattered` (a value at the selected
+    column, else zero), `lookup` (a table and the integers that it is read at; `data` is the value
+    out of range, None for the nearest element), `part` (single indices of another term), `joined`
+    (an index and the parts joined along it; the start of each part but the first in `data`),
+    `along` (a reduced product; the monoid, and whether it is along rows, in `data`), `chosen` (the
+    value at the selected columns), or `leaf`.
     """
 
     kind: str
@@ -103,12 +113,13 @@ class Pair:
     """Terms as pairwise in the indices m and n of one reduction.
 
     gone: classes that sums leave out, since they are zero. made: reductions found before, whose
-    sums are not written out. single: the indices of the term, where there is one row and no row
+    sums are not part of a tile. single: the indices of the term, where there is one row and no row
     index. inside: row values that tiles compute themselves. tables: tiles may look values up in
-    tables. chosen: where tiles are read at some columns of each row alone, a reference that is zero
-    at other columns, and its value there: a reference over its slots, and over names that number
-    the columns. cancels: sums may lose digits, as numerics="cancels" permits. known_bounds: results
-    of `bounds`, for the terms along every two indices.
+    tables. loops: tiles may sum features in loops, and more than `UNROLL` of them. chosen: where
+    tiles are read at some columns of each row alone, a reference that is zero at other columns, and
+    its value there: a reference over its slots, and over names that number the columns. cancels:
+    sums may lose digits, as numerics="cancels" permits. known_bounds: results of `bounds`, for the
+    terms along every two indices.
     """
 
     t: TermGraph
@@ -119,6 +130,7 @@ class Pair:
     single: frozenset | None = None
     inside: frozenset[int] = frozenset()
     tables: bool = False
+    loops: bool = False
     chosen: tuple[Ref, Ref] | None = None
     cancels: bool = False
     known_bounds: dict[Slots, Bounds] = field(default_factory=dict)
@@ -137,8 +149,10 @@ class Pair:
     def along(self, row: Any, column: Any, single: frozenset | None = None) -> Pair:
         """Return the same terms as pairwise in two other indices."""
         tables = self.tables and single is None
-        shared = {"tables": tables, "cancels": self.cancels, "known_bounds": self.known_bounds}
-        return Pair(self.t, row, column, self.gone, self.made, single, **shared)
+        return Pair(
+            self.t, row, column, self.gone, self.made, single, tables=tables, loops=self.loops,
+            cancels=self.cancels, known_bounds=self.known_bounds,
+        )  # fmt: skip
 
     def bounds(self, ref: Ref) -> Bounds:
         """Return bounds of the tile that computes a reference.
@@ -324,7 +338,8 @@ class Pair:
             split = self._separable(factors, set(tokens))
             if split is not None:  # a sum of products becomes a dot that loses no digits
                 return Opened("dot", split, (tuple(tokens), "highest"))
-        if not isinstance(count, int) or not 0 < count <= UNROLL or ref.cls in self.made:
+        most = LONGEST if self.loops and not _is_summed(ref) else UNROLL
+        if not isinstance(count, int) or not 0 < count <= most or ref.cls in self.made:
             return None
         if all(tokens[0] not in a.axes for a in args):
             return None
@@ -369,9 +384,10 @@ class PairwiseTile:
     more than tests of index numbers and of pairs in memory: layers share masks. operands: the
     leaves. whole: leaves that are pairwise themselves. dots: the terms that are contractions.
     nonlinear: some step is no sum. meets: some other term combines a row operand and a column
-    operand. compared: classes discontinuous in their operands. counts: how often an index of a sum
-    is written out; steps: the number of steps then. along: the indices that row values are reduced
-    along inside the tile; rows: row values computed inside the tile. looked: table lookups.
+    operand. compared: classes discontinuous in their operands. counts: the terms of a sum, by its
+    index. long: sums of more than `UNROLL` terms. steps: the number of steps. along: the indices
+    that row values are reduced along inside the tile; rows: row values computed inside the tile.
+    looked: table lookups.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
@@ -382,6 +398,7 @@ class PairwiseTile:
     meets: bool = False
     compared: set[int] = field(default_factory=set)
     counts: dict[Any, int] = field(default_factory=dict)
+    long: list[Ref] = field(default_factory=list)
     steps: int = 0
     along: set[Any] = field(default_factory=set)
     rows: set[Ref] = field(default_factory=set)
@@ -417,10 +434,13 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
     """Return True if a pairwise reference is heavy."""
     if ref in tile.inner:
         return tile.inner[ref]
-    tile.steps += math.prod(tile.counts.get(i, 1) for i in ref.axes)
+    counts = [tile.counts.get(i, 1) for i in ref.axes]
+    tile.steps += math.prod(min(n, PIECE) if pair.loops else n for n in counts)
     if len(tile.inner) > LARGEST_TILE or tile.steps > MOST_STEPS:
         raise _TooLargeError
     found = pair.open(ref)
+    if max(counts, default=1) > UNROLL and found.kind not in BY_FEATURE:
+        raise _TooLargeError
     if found.kind == "leaf":
         tile.whole.append(ref)
         return False
@@ -438,7 +458,9 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
             for place in found.args[1:]:
                 _visit_key(pair, tile, place)
         case "sum":
-            token, tile.counts[token] = found.data
+            token, count = found.data
+            tile.counts[token] = count
+            tile.long += [ref] if count > UNROLL else []
             heavy = True  # work, even if its terms are only tests
     if found.kind in ("apply", "sum", "part", "joined"):
         for arg in found.args:
@@ -479,6 +501,8 @@ def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool:
     if arg in tile.rows:
         return True
     if arg.cls in pair.inside:
+        if pair.loops and _is_summed(arg):
+            raise _TooLargeError
         tile.rows.add(arg)
         found = pair.reduced(arg)
         if found.kind == "along":

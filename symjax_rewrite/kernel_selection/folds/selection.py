@@ -107,10 +107,12 @@ class _FoldSelection:
         self.samples, self.narrow, self.call_s = terms.samples, terms.narrow, context.call_s
         self.beside_s = dict[int, float]()  # of fresh memory, by the id of a cluster
         auto, folds = self.kernels == "auto", self.device.folds
+        streamed = ("auto", "always") if folds.streams else ()
         self.scope = Scope(
             least=folds.least_pairs if auto else 0,
             single=not auto or folds.single_rows,
             tables=self.kernels in ("xla", "reference") or folds.streams,
+            loops=self.kernels in ("xla", "reference", *streamed),
             sort_share=folds.least_of_sort,
             cancels=context.options.numerics.permits("cancels"),
         )

@@ -17,19 +17,24 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen.step_evaluation import handlers
+from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import held_dtype, is_half, is_rounded
-from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, place_in, run
+from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, place_in
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.feature_loops import run_with_loops
 from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     COMPARISONS,
+    PIECE,
+    UNROLL,
     At,
     Opened,
     Pair,
+    explore,
     is_elementwise,
 )
 from symjax_rewrite.kernel_selection.folds.sort_keys import ranks
@@ -47,7 +52,8 @@ class TileBuilder(StepProgram):
     like: the pair of the reductions. inputs: per operand its class and, for each slot, an axis name
     or one index. number: step of a reference. whole: the axis that tiles are reduced along. wide:
     classes that are read in f32 although the program has them in half precision. With None every
-    step rounds as the program does; otherwise tiles are held in f32.
+    step rounds as the program does; otherwise tiles are held in f32. over: the axes of features
+    that loops sum. batch: the batch axes.
     """
 
     t: TermGraph
@@ -60,10 +66,13 @@ class TileBuilder(StepProgram):
     number: dict[Ref, int] = field(default_factory=dict)
     whole: str | None = None
     wide: frozenset[int] | None = None
+    over: list[str] = field(default_factory=list, init=False)
+    batch: frozenset[str] = field(init=False)
     named: dict[int, int] = field(default_factory=dict, init=False)
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
+        self.batch = frozenset(self.sizes) - {ROW, COLUMN}
         single = None if self.like.single is None else frozenset(self.sizes)
         self.pair = replace(self.like, row=ROW, column=COLUMN, single=single)
 
@@ -134,7 +143,7 @@ class TileBuilder(StepProgram):
                 step = self.add("dot", self._contraction(found, held), (), held)
                 return self._rounded(step, node, dtype)
             case "sum":
-                return self._rounded(self._written_out(found, held), node, dtype)
+                return self._rounded(self._summed(found, held), node, dtype)
             case "along":
                 return self._rounded(self._along(found, held), node, dtype)
             case "scattered" | "joined":
@@ -205,8 +214,8 @@ class TileBuilder(StepProgram):
         stored = self._stored(ref)
         if stored is not None:  # the kernel widens integers
             return self.cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
-        dtype = self.dtype_of(ref.cls)
-        return self.add("value", self._place_of(ref), (), dtype)
+        kind = "value" if {*self.over}.isdisjoint(ref.axes) else "feature"
+        return self.add(kind, self._place_of(ref), (), self.dtype_of(ref.cls))
 
     def _place_of(self, ref: Ref) -> int:
         return place_in(self.reads, self.operand(ref))
@@ -262,6 +271,39 @@ class TileBuilder(StepProgram):
             terms.append(made[0] if len(made) == 1 else self.add(*product))
         total = self.add("apply", (ADD, (1,) * count), tuple(terms), wide)
         return self.cast(total, dtype)
+
+    def _summed(self, found: Opened, dtype: str) -> int:
+        if self._runs_in_loop(found):
+            return self._looped(found, dtype)
+        if found.data[1] > UNROLL:
+            raise UsageError("a sum of many features again for each of several parts")
+        return self._written_out(found, dtype)
+
+    def _runs_in_loop(self, found: Opened) -> bool:
+        """Return True if a sum is a loop over features, which no loop is inside.
+
+        The parts of a gradient, a batch axis that the sum lacks, would each run the loop again.
+        """
+        token, count = found.data
+        read = {i for a in found.args for i in a.axes}
+        if not self.pair.loops or count <= PIECE or not read.isdisjoint(self.over):
+            return False
+        if not self.batch <= read:
+            return False
+        tile = explore(self.pair, filter(self.pair.holds, found.args))
+        other = () if tile is None else (*tile.whole, *tile.dots, *tile.looked, *tile.rows)
+        return tile is not None and not any(token in r.axes for r in other)
+
+    def _looped(self, found: Opened, dtype: str) -> int:
+        token, count = found.data
+        wide = "float32" if is_half(dtype) else dtype
+        first = next(a for a in found.args if token in a.axes)
+        name = self.feature(first.cls, first.axes.index(token))
+        self.over.append(name)
+        terms = [self.cast(self.build(_renamed(a, {token: name})), wide) for a in found.args]
+        product = ("apply", (CONTRACT, None), tuple(terms), wide)
+        term = terms[0] if len(terms) == 1 else self.add(*product)
+        return self.cast(self.add("summed", count, (term,), wide), dtype)
 
     def _along(self, found: Opened, dtype: str) -> int:
         """Return a row value from whole rows of the tile."""
@@ -324,7 +366,7 @@ def tile_function(
     """Return the steps as a function of contractions, operands and index numbers."""
 
     def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
-        made = run(steps, tile_handlers(dots, values, i, j, primitives))
+        made = run_with_loops(steps, tile_handlers(dots, values, i, j, primitives))
         return tuple([made[r] for r in roots])
 
     return tile
@@ -355,6 +397,7 @@ def tile_handlers(
         delta=lambda data, args, dtype: (i == j).astype(np.dtype(dtype)),
         diagonal=lambda data, args, dtype: only(i == j, args[0]),
         value=lambda number, args, dtype: values[number],
+        feature=lambda number, args, dtype: jnp.moveaxis(values[number], -1, 0),
         dot=lambda number, args, dtype: dots[number].astype(np.dtype(dtype)),
         rank=lambda data, args, dtype: ranks(args[0]),
         along=lambda data, args, dtype: _reduced(data, args[0], i, j),

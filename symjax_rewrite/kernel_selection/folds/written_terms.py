@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import KNOWN, is_cut, is_known
-from symjax_rewrite.cost.node_steps import is_inverse_power
+from symjax_rewrite.cost.node_steps import REPEATED, is_inverse_power
 from symjax_rewrite.cost.placed_products import across_seconds, is_product
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, itemsize
@@ -273,5 +273,7 @@ def _is_repeated(choice: Mapping[int, Node], c: int, loops: set[int]) -> bool:
 
 
 def is_arithmetic(node: Node) -> bool:
-    """Return True for an elementwise operation that takes a step or a few."""
-    return node.op != MAP or (node.attr[0] not in FUNCTIONS and not is_inverse_power(node))
+    """Return True for an elementwise operation that XLA takes for a step or a few."""
+    if node.op != MAP or node.attr[0] in REPEATED:
+        return True
+    return node.attr[0] not in FUNCTIONS and not is_inverse_power(node)

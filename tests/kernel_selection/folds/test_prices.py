@@ -380,6 +380,17 @@ def test_gradients_of_sums_of_kernels_are_folds_beside_rules_that_save_less():
     assert takes_fold(jax.grad(mmd), (2000, 8), (2000, 8))
 
 
+def test_sines_are_computed_again_for_every_feature_of_a_block():
+    """The fold takes 1.5 times as long, where 0.65 was predicted of functions computed once."""
+
+    def smoothed(x, y, v):
+        d = jnp.sum(jnp.abs(jnp.tanh(x)[:, None] - y), -1)
+        k = jnp.exp(-2 * jnp.sin(d / 2) ** 2)
+        return jnp.sum((k @ v) / jnp.sum(k, axis=1, keepdims=True))
+
+    assert not takes_fold(jax.grad(smoothed, (0, 1, 2)), (1525, 2), (2128, 2), (2128, 2))
+
+
 @pytest.mark.parametrize(("device", "folds"), [("cpu", True), ("cpu-1", False)])
 def test_one_core_stores_pairs_at_the_speed_of_its_memory(device: str, folds: bool) -> None:
     """The fold computes each pair 17 times, which one core does half as fast as two."""
