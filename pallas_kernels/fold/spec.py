@@ -57,7 +57,7 @@ class Tile:
         whole: the row or column axis that the program itself reduces, or None. An example is the
             comparison of a term with its row maximum. A block must hold all of that axis.
         over: feature axes that the program itself sums over. Operands over rows or columns may have
-            one of them, as the last axis of what `fun` reads.
+            one of them, as the first axis of what `fun` reads.
         dtypes: the dtypes of the tiles; a trace of `fun` finds them if left out.
     """
 

@@ -2,7 +2,8 @@
 
 May import monoid.py and spec.py. The reference uses one tile that covers everything; the `xla`
 backend uses many. A block holds the batch axes named in `inner` whole, and one index of each other
-batch axis. The axes of a block have the order (inner batch axes, row, column, features).
+batch axis. The axes of a block have the order (inner batch axes, row, column, features), after
+features that the tile program sums.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def block_axes(spec: FoldSpec, number: int, inner: Sequence[str]) -> tuple[str, 
     """Return the axes of an operand's block, in the order of a block."""
     axes = spec.operands[number].axes
     kept = [a for a in (*inner, spec.row, spec.col) if a in axes]
-    return (*kept, *spec.features(number))
+    summed = spec.summed(number)
+    return (*summed, *kept, *(a for a in spec.features(number) if a not in summed))
 
 
 def read_block(
@@ -144,7 +146,7 @@ def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
     values = []
     for number in spec.tile.reads:
         axes = block_axes(spec, number, block.inner)
-        missing = [k for k, a in enumerate(full) if a not in axes]
+        missing = [k for k, a in enumerate((*spec.summed(number), *full)) if a not in axes]
         values.append(lax.expand_dims(block.arrays[number], missing))
     out = spec.tile.fun(dots, tuple(values), block.i, block.j)
     held = {**spec.size, **block.parts}

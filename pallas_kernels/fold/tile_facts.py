@@ -49,8 +49,9 @@ def operand_tile(spec: FoldSpec, number: int) -> jax.ShapeDtypeStruct:
     """Return the aval of an operand as programs over a least tile read it."""
     axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
     lead = [LEAST_SIDE if a in axes else 1 for a in (spec.row, spec.col)]
-    features = [spec.size[a] for a in spec.features(number)]
-    return jax.ShapeDtypeStruct([*lead, *features], dtype)
+    summed = spec.summed(number)
+    features = [spec.size[a] for a in spec.features(number) if a not in summed]
+    return jax.ShapeDtypeStruct([*(spec.size[a] for a in summed), *lead, *features], dtype)
 
 
 @lru_cache(maxsize=256)

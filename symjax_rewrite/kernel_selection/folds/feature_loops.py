@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,28 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import PIECE
 from symjax_rewrite.pallas_kernels.fold.tiling import dividing
 
 Array = Any
+
+
+class _Features(NamedTuple):
+    """An operand by feature: [feature, ..] without the axes of size 1, and the numbers of these.
+
+    XLA copies what a loop reads to another order of such axes.
+    """
+
+    array: Array
+    units: tuple[int, ...]
+
+    @staticmethod
+    def of(array: Array) -> _Features:
+        units = tuple([k for k, n in enumerate(array.shape) if k and isinstance(n, int) and n == 1])
+        return _Features(lax.squeeze(array, units), tuple([k - 1 for k in units]))
+
+    def at(self, place: Any) -> Array:
+        """Return the operand at a feature."""
+        start = (jnp.asarray(place, jnp.int32), *[jnp.int32(0)] * (self.array.ndim - 1))
+        sizes = (1, *self.array.shape[1:])
+        cut = lax.dynamic_slice(self.array, start, sizes, allow_negative_indices=False)
+        return lax.expand_dims(lax.squeeze(cut, (0,)), self.units)
 
 
 def inside_loops(steps: Sequence[Step]) -> list[bool]:
@@ -68,6 +90,8 @@ def run_with_loops(steps: Sequence[Step], handlers: Handlers) -> list[Any]:
     for n, (kind, data, args, dtype) in enumerate(steps):
         if inside[n]:
             made.append(None)
+        elif kind == "feature":
+            made.append(_Features.of(handlers[kind](data, [], dtype)))
         elif kind == "summed":
             own = _own(steps, inside, args)
             alone = _calls_functions(steps, own)
@@ -103,7 +127,7 @@ def _term(
         if n in values:
             return values[n]
         if steps[n].kind == "feature":
-            cut = _at(made[n], place)
+            cut = made[n].at(place)
             return lax.optimization_barrier(cut) if cut_before else cut
         return made[n]
 
@@ -111,13 +135,6 @@ def _term(
         kind, data, args, dtype = steps[n]
         values[n] = handlers[kind](data, [read(a) for a in args], dtype)
     return values[own[-1]]
-
-
-def _at(features: Array, place: Any) -> Array:
-    """Return an array at a place of its first axis."""
-    start = (jnp.asarray(place, jnp.int32), *[jnp.int32(0)] * (features.ndim - 1))
-    sizes = (1, *features.shape[1:])
-    return lax.dynamic_slice(features, start, sizes, allow_negative_indices=False)[0]
 
 
 def _summed(term: Callable[[Any], Array], count: int, dtype: str, most: int) -> Array:

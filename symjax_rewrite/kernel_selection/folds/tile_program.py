@@ -397,7 +397,7 @@ def tile_handlers(
         delta=lambda data, args, dtype: (i == j).astype(np.dtype(dtype)),
         diagonal=lambda data, args, dtype: only(i == j, args[0]),
         value=lambda number, args, dtype: values[number],
-        feature=lambda number, args, dtype: jnp.moveaxis(values[number], -1, 0),
+        feature=lambda number, args, dtype: values[number],
         dot=lambda number, args, dtype: dots[number].astype(np.dtype(dtype)),
         rank=lambda data, args, dtype: ranks(args[0]),
         along=lambda data, args, dtype: _reduced(data, args[0], i, j),
