@@ -110,13 +110,16 @@ class Machine:
         return made
 
     def store(self, x: np.ndarray, aval: Any) -> np.ndarray:
-        """The array in the dtype that this machine keeps values of an aval in."""
+        """The array in the dtype that this machine keeps values of an aval in.
+
+        Its rows are stored in order: NumPy adds up elements at a stride in another order.
+        """
         dtype = np.dtype(aval.dtype)
         if self.wide and str(dtype) in FLOATS:
             dtype = np.dtype(np.float64)
         elif self.wide and dtype.kind == "c":
             dtype = np.dtype(np.complex128)
-        return x if x.dtype == dtype else x.astype(dtype)
+        return np.asarray(x, dtype, order="C")
 
     def jitter(self, x: np.ndarray, aval: Any) -> np.ndarray:
         """The array with a relative error of its dtype's size."""

@@ -77,3 +77,13 @@ def test_same_precision_is_no_operation():
     tiny = np.array([1e-5, 3e-5], np.float16)
     closed = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, 5, 10))(tiny)
     np.testing.assert_array_equal(Machine().run(closed, [tiny])[0], tiny)
+
+
+def test_rows_are_added_in_order_however_they_are_stored():
+    def summed(x):
+        return jnp.sum(x, -1)
+
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    straight = Machine().run(jax.make_jaxpr(summed)(x), [x])
+    turned = Machine().run(jax.make_jaxpr(lambda x: summed(x.T))(x.T), [x.T.copy()])
+    assert np.array_equal(*straight, *turned)
