@@ -288,7 +288,8 @@ def _scatter(combine: Callable) -> Callable:
             d.operand_batching_dims,
             d.scatter_indices_batching_dims,
         )
-        for at, cut, inside in _offsets(layout, str(p["mode"]), x.shape, indices, sizes):
+        mode = str(p["mode"]).replace("PROMISE", "DROP")  # as XLA does
+        for at, cut, inside in _offsets(layout, mode, x.shape, indices, sizes):
             if inside:
                 out[cut] = combine(out[cut], updates[at].reshape(sizes))
         return out

@@ -87,3 +87,13 @@ def test_rows_are_added_in_order_however_they_are_stored():
     straight = Machine().run(jax.make_jaxpr(summed)(x), [x])
     turned = Machine().run(jax.make_jaxpr(lambda x: summed(x.T))(x.T), [x.T.copy()])
     assert np.array_equal(*straight, *turned)
+
+
+@pytest.mark.parametrize("mode", ["promise_in_bounds", "clip", "drop"])
+def test_places_out_of_range_are_written_as_by_xla(mode):
+    def added(x, places):
+        return x.at[places].add(1.0, mode=mode)
+
+    args = [np.zeros(4, np.float32), np.array([1, 4, 7, -9], np.int32)]
+    made = Machine().run(jax.make_jaxpr(added)(*args), args)
+    np.testing.assert_array_equal(made[0], jax.jit(added)(*args))
