@@ -59,7 +59,7 @@ class Sinkable:
         if not isinstance(v, int) or self._maker(v) is None:
             return False
         size = self._bytes(v)
-        return size >= self.least_bytes and LEAST_RATIO * self._cost(v) <= size
+        return size >= max(self.least_bytes, 1) and LEAST_RATIO * self._cost(v) <= size
 
     def making(self, values: Sequence[int]) -> tuple[list[int], list[Equation]]:
         """Return the values of which some values are made, and the equations, in order."""
