@@ -499,13 +499,20 @@ def _repetition(e: Equation, r: Fused) -> Equation | None:
             v = u.outvals[u.invals.index(v)]
             continue
         if u.name in VIEWS:
-            found = u if found is None and size_made(u) > size_read(u) else found
+            found = u if found is None and _repeats(u) else found
         elif found is not None:
             return None if u.name in ELEMENTWISE | REDUCTIONS else found
         elif not is_known(u.name, [r.makers[a].name for a in u.reads if a in r.makers]):
             return None
         v = u.outvals[0]
     return None if r.users.get(v) else found
+
+
+def _repeats(e: Equation) -> bool:
+    """Return True if a view has elements of known number, more than it reads."""
+    shapes = shape_of(e.eqn.outvars[0]), shape_of(e.eqn.invars[0])
+    known = all(isinstance(n, int) for shape in shapes for n in shape)
+    return known and size_made(e) > size_read(e)
 
 
 def _stored_operand(e: Equation) -> Replacement:

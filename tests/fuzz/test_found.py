@@ -42,6 +42,8 @@ SEEDS = {  # of random programs, and what went wrong
     76010689: "the time to copy an empty array was divided by its size",
     80020255: "a constant was read from a table that only dead equations read",
     91827369: "a sum was opened inside itself, without end",
+    98021298: "the term of a sum in a loop was an operand, and read with all its features",
+    98023300: "of a view with a named size it was asked whether it repeats what it reads",
 }
 
 

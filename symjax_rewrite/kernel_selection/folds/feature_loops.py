@@ -72,7 +72,8 @@ def loop_lengths(steps: Sequence[Step]) -> list[int]:
 
 def _own(steps: Sequence[Step], inside: Sequence[bool], term: tuple[int, ...]) -> list[int]:
     """Return the steps that a sum of a term computes at each feature, in order."""
-    return sorted(cone(term, lambda k: [a for a in steps[k].args if inside[a]]))
+    found = cone(term, lambda k: steps[k].args if inside[k] else ())
+    return sorted(n for n in found if inside[n])
 
 
 def steps_of_loops(steps: Sequence[Step]) -> int:
@@ -95,7 +96,7 @@ def run_with_loops(steps: Sequence[Step], handlers: Handlers) -> list[Any]:
         elif kind == "summed":
             own = _own(steps, inside, args)
             alone = _calls_functions(steps, own)
-            term = partial(_term, steps, own, made, handlers, alone)
+            term = partial(_term, steps, own, args[0], made, handlers, alone)
             made.append(_summed(term, data, dtype, 1 if alone else PIECE))
         else:
             made.append(handlers[kind](data, [made[a] for a in args], dtype))
@@ -113,13 +114,13 @@ def _calls_functions(steps: Sequence[Step], own: Sequence[int]) -> bool:
 
 
 def _term(
-    steps: Sequence[Step], own: Sequence[int], made: Sequence[Any], handlers: Handlers,
+    steps: Sequence[Step], own: Sequence[int], root: int, made: Sequence[Any], handlers: Handlers,
     cut_before: bool, place: Any,
 ) -> Array:  # fmt: skip
-    """Return the term of a sum at a feature.
+    """Return the term of a sum, which is the step `root`, at a feature.
 
-    own: its steps, the last of which is the term. made: the values of the steps outside.
-    cut_before: its operands are cut in kernels of their own.
+    own: its steps. made: the values of the steps outside. cut_before: its operands are cut in
+    kernels of their own.
     """
     values: dict[int, Any] = {}
 
@@ -134,7 +135,7 @@ def _term(
     for n in own:
         kind, data, args, dtype = steps[n]
         values[n] = handlers[kind](data, [read(a) for a in args], dtype)
-    return values[own[-1]]
+    return read(root)
 
 
 def _summed(term: Callable[[Any], Array], count: int, dtype: str, most: int) -> Array:
