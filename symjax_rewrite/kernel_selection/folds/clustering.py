@@ -295,9 +295,11 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
         of_row = [r for r in tile.operands if pair.row in r.axes]
     else:
         of_row = [r for r in tile.operands if pair.column not in r.axes]
-    read = {r.cls for r in (*tile.whole, *of_row)}
+    read = {r.cls for r in (*tile.whole, *[r for r in of_row if pair.column in r.axes])}
+    if pairs < max((elements(t, cls) for cls in read), default=0):
+        return None
     terms = pairs * max(tile.counts.values(), default=1)  # of the largest pairwise term
-    if terms < max((elements(t, cls) for cls in read), default=0):
+    if terms < max((elements(t, r.cls) for r in of_row), default=0):
         return None
     whole = [r for r in tile.whole if kind_of(t.graph, r.cls) == "f"]
     if not tile.has_dot and any(len(r.axes) == len(space) for r in whole):
