@@ -84,9 +84,9 @@ def test_rows_are_added_in_order_however_they_are_stored():
         return jnp.sum(x, -1)
 
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    straight = Machine().run(jax.make_jaxpr(summed)(x), [x])
-    turned = Machine().run(jax.make_jaxpr(lambda x: summed(x.T))(x.T), [x.T.copy()])
-    assert np.array_equal(*straight, *turned)
+    (straight,) = Machine().run(jax.make_jaxpr(summed)(x), [x])
+    (turned,) = Machine().run(jax.make_jaxpr(lambda x: summed(x.T))(x.T), [x.T.copy()])
+    assert np.array_equal(straight, turned)
 
 
 @pytest.mark.parametrize("mode", ["promise_in_bounds", "clip", "drop"])
