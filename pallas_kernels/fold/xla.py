@@ -43,7 +43,7 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     monoid_of,
     row_length,
 )
-from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, lesser, xla_blocks
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, lesser, loop_axes, xla_blocks
 from symjax_rewrite.pallas_kernels.monoid import State
 
 Array = Any
@@ -345,13 +345,15 @@ def _maximum_is_low(spec: FoldSpec, states: tuple[State, ...]) -> Array:
 def _in_read_order(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[Array]]:
     """Transpose operands that loops read more than once, across the order in which they are stored.
 
-    Those are pair operands stored with rows last, and vectors that a loop over features reads.
-    Reading across takes several times as long as reading along.
+    Those are pair operands stored with rows last, vectors that a loop over features reads, and
+    those of the parts of a gradient that share a loop. Reading across takes several times as long
+    as reading along.
     """
     described, arrays = list(spec.operands), list(operands)
+    shared = loop_axes(spec)
     for k, operand in enumerate(spec.operands):
         axes = operand.axes
-        if axes[-1:] == spec.summed(k) and len(axes) > 1:
+        if len(axes) > 1 and (axes[-1:] == spec.summed(k) or axes[-1] in shared):
             arrays[k] = lax.optimization_barrier(_with_last_first(arrays[k]))
             described[k] = replace(operand, axes=(*axes[-1:], *axes[:-1]))
         if not runs_across(spec, k) or {*spec.batch} <= {*axes}:

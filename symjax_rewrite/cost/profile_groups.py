@@ -199,6 +199,9 @@ class FoldFacts:
     )  # fmt: skip
     head_columns: float = quantity("columns", "of rows of such heads, at most", NO_SCRIPT, 0)
     least_head_columns: float = quantity("columns", "the same, at least", NO_SCRIPT, 0)
+    calls_go_on: bool = fact(
+        "a call of the library that reduces again stores nothing that it reduced before", False
+    )
     library_features: float = quantity(
         "features", "of the result, from which on that call stores no term that is computed "
         "element by element",
@@ -270,6 +273,9 @@ class FoldFacts:
     )
     looped: float = quantity(
         "1", "of a step, by such an operation in a tile's loop over features", LAWS, 1.0
+    )
+    held_sum: float = quantity(
+        "steps/element", "a sum of parts of a gradient, stored for it beyond the caches", LAWS, 0
     )
     chained_reads: int = quantity(
         "1", "values that such a tile reads; half as long again for as many more", LAWS, 64

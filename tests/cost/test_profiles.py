@@ -178,7 +178,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.fold.tiling": dict.fromkeys(
         (
             *("NARROWEST", "NARROW_COLUMNS", "WIDE", "MOST_SPLITS", "COMBINED_COLUMNS"),
-            "ONE_BLOCK",
+            *("ONE_BLOCK", "LOOP_PAIRS"),
         ),
         SHAPE,
     ),

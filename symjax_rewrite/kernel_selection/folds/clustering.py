@@ -288,8 +288,6 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
         return None
     if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):
         return None
-    if not all({*space} <= {*r.axes} for r in tile.long):
-        return None  # each part of a gradient would sum the features again
     made = ClusterMember(found, pair, tile, space)
     if pair.single is None:
         of_row = [r for r in tile.operands if pair.row in r.axes]

@@ -66,6 +66,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
     Blocks,
     TritonBlocks,
     columns_visited,
+    loop_axes,
     shared_axes,
     slices_of,
     xla_blocks,
@@ -340,8 +341,8 @@ def _share_made(spec: FoldSpec, c: Contraction, device: Device) -> float:
         return 1.0
     blocks = xla_blocks(spec)
     mine = {*spec.operands[c.row].axes, *spec.operands[c.col].axes}
-    once = {a for a in blocks.inner if a not in mine}
-    return _share_in_loops(spec, blocks, mine) / math.prod(spec.size[a] for a in once)
+    once = math.prod(n for a, n in blocks.held(spec).items() if a not in mine)
+    return _share_in_loops(spec, blocks, mine) / once
 
 
 def _share_in_loops(spec: FoldSpec, blocks: Blocks, axes: set[str]) -> float:
@@ -384,6 +385,9 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
         steps += folds.down_tile * kinds["along"]
     steps += kinds["along"] * folds.row_sum / max(blocks.cols, 1)
     steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
+    if loop_axes(spec):
+        sums = (o for o in spec.outputs if isinstance(o, (Sums, ColumnSums)))
+        steps += folds.held_sum * sum(t.weights is None for o in sums for t in terms_of(o))
     if spec.contractions:
         exponentials = sum(isinstance(o, ExpSums) for o in spec.outputs)
         steps += exponentials * _unrolled(blocks.cols, device)
@@ -430,7 +434,7 @@ def _shares(
     is repeated for each element. What no loop selects is computed before the loops.
     """
     extents = {spec.row: max(blocks.rows, 1), spec.col: max(blocks.cols, 1)}
-    extents |= {a: spec.size[a] for a in blocks.inner}
+    extents |= blocks.held(spec)
     axes: list[set[str]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for k, (kind, data, args, _) in enumerate(route.steps):

@@ -385,9 +385,8 @@ class PairwiseTile:
     leaves. whole: leaves that are pairwise themselves. dots: the terms that are contractions.
     nonlinear: some step is no sum. meets: some other term combines a row operand and a column
     operand. compared: classes discontinuous in their operands. counts: the terms of a sum, by its
-    index. long: sums of more than `UNROLL` terms. steps: the number of steps. along: the indices
-    that row values are reduced along inside the tile; rows: row values computed inside the tile.
-    looked: table lookups.
+    index. steps: the number of steps. along: the indices that row values are reduced along inside
+    the tile; rows: row values computed inside the tile. looked: table lookups.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
@@ -398,7 +397,6 @@ class PairwiseTile:
     meets: bool = False
     compared: set[int] = field(default_factory=set)
     counts: dict[Any, int] = field(default_factory=dict)
-    long: list[Ref] = field(default_factory=list)
     steps: int = 0
     along: set[Any] = field(default_factory=set)
     rows: set[Ref] = field(default_factory=set)
@@ -460,7 +458,6 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
         case "sum":
             token, count = found.data
             tile.counts[token] = count
-            tile.long += [ref] if count > UNROLL else []
             heavy = True  # work, even if its terms are only tests
     if found.kind in ("apply", "sum", "part", "joined"):
         for arg in found.args:

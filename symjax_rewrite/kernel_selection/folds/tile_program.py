@@ -276,19 +276,14 @@ class TileBuilder(StepProgram):
         if self._runs_in_loop(found):
             return self._looped(found, dtype)
         if found.data[1] > UNROLL:
-            raise UsageError("a sum of many features again for each of several parts")
+            raise UsageError("a sum of many features that is no loop")
         return self._written_out(found, dtype)
 
     def _runs_in_loop(self, found: Opened) -> bool:
-        """Return True if a sum is a loop over features, which no loop is inside.
-
-        The parts of a gradient, a batch axis that the sum lacks, would each run the loop again.
-        """
+        """Return True if a sum is a loop over features, which no loop is inside."""
         token, count = found.data
         read = {i for a in found.args for i in a.axes}
         if not self.pair.loops or count <= PIECE or not read.isdisjoint(self.over):
-            return False
-        if not self.batch <= read:
             return False
         tile = explore(self.pair, filter(self.pair.holds, found.args))
         other = () if tile is None else (*tile.whole, *tile.dots, *tile.looked, *tile.rows)

@@ -23,6 +23,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     is_product,
 )
 from symjax_rewrite.kernel_selection.folds.written_terms import (
+    calls_on,
     cut_terms,
     fused_terms,
     is_masked,
@@ -67,8 +68,10 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     steps += _feature_steps(t, cluster, folds)
     order = postorder(roots, lambda c: [a.cls for a in choice[c].args if a.cls in mine])
     stored = cut_terms(t, reduced)
-    fused = fused_terms(choice, order, stored)
-    across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in reduced)
+    fused = fused_terms(choice, order, stored, calls_on(t, choice, reduced, device))
+    goes_on = any(not is_elementwise(choice[c]) for c in fused)
+    ends = () if goes_on else reduced
+    across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in ends)
     cut = 2 * sum(bytes_of(t, c) for c in stored) / device.bytes_per_s
     return seconds + across + cut + steps / folds.fused_steps_per_s
 
@@ -164,7 +167,8 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
     read_whole = {a.cls for c in kernels for a in choice[c].args}
-    fused = fused_terms(choice, order, cut_terms(t, reduced)) - read_whole
+    calls = calls_on(t, choice, reduced, device)
+    fused = fused_terms(choice, order, cut_terms(t, reduced), calls) - read_whole
     written = model.written({c: facts[c] for c in order}, roots, set())
     written |= {c for c in order if is_elementwise(choice[c])} - fused
     last: dict[int, int] = {}
@@ -188,7 +192,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool
 
     def lives(c: int, x: int) -> bool:
         # x is computed in c's buffer. XLA stores masked terms apart if they are also reduced.
-        overwritten = x in in_place and (x in roots or users[c] == 1)
+        overwritten = x in in_place and (x in roots or users[c] == 1 or device.folds.calls_go_on)
         overwritten = overwritten and dtypes[c] == dtypes[x]
         at, until = place[x], last.get(c, place[c])
         return place[c] <= at and (at < until or (at == until and (c == x or not overwritten)))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import KNOWN, is_cut, is_known
+from symjax_rewrite.cost.library_calls import KNOWN, REDUCED, is_cut, is_known
 from symjax_rewrite.cost.node_steps import REPEATED, is_inverse_power
 from symjax_rewrite.cost.placed_products import across_seconds, is_product
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
@@ -230,23 +230,43 @@ def cut_terms(t: TermGraph, reduced: Iterable[int]) -> set[int]:
     return {a.cls for c in cut for a in node_of(t.graph, c).args}
 
 
+def calls_on(
+    t: TermGraph, choice: Mapping[int, Node], reduced: Iterable[int], device: Device
+) -> dict[int, bool]:
+    """Return the reductions in calls of XLA's library; True for those after which a call may go on.
+
+    A call that reduces what it has reduced stores next to nothing between both, if it has all
+    operations: as the gradient of a sum of exp(-Σ (x - y)²).
+    """
+    maps = (c for c, node in choice.items() if is_elementwise(node))
+    if not device.folds.calls_go_on or not all(_is_known(choice, c) for c in maps):
+        return {}
+    made = ((c, t.maker_of(c)) for c in choice)
+    return {c: c not in {*reduced} for c, e in made if e is not None and e.name in REDUCED}
+
+
 def fused_terms(
-    choice: Mapping[int, Node], order: Sequence[int], cut: Container[int] = ()
+    choice: Mapping[int, Node],
+    order: Sequence[int],
+    cut: Container[int] = (),
+    calls: Mapping[int, bool] | None = None,
 ) -> set[int]:
-    """Return the elementwise classes that XLA computes in the loops that read them.
+    """Return the classes that XLA computes in the loops or calls that read them.
 
     One loop computes all classes that are read once. XLA repeats arithmetic in several loops. It
     stores the values of functions, and the operands of two reductions, which are calls of its
     library. The library knows some operations, and reads the results of all others.
 
-    cut: classes that are stored to be reduced in pieces.
+    cut: classes that are stored to be reduced in pieces. calls: reductions in calls (`calls_on`).
     """
+    calls = calls or {}
     loops: dict[int, set[int]] = {c: set() for c in choice}  # that read a class
     called: set[int] = set()  # the classes that calls of the library read, or compute
     fused = set()
     for c in reversed(order):
         known = is_elementwise(choice[c]) and (c not in called or _is_known(choice, c))
-        if known and c not in cut and _is_repeated(choice, c, loops[c]):
+        in_call = calls.get(c, False) and len(loops[c]) == 1 and loops[c] <= calls.keys()
+        if in_call or (known and c not in cut and _is_repeated(choice, c, loops[c])):
             fused.add(c)
         mine = loops[c] if c in fused else {c}
         for a in choice[c].args:

@@ -1,14 +1,17 @@
 """Decisions by the price of a fold on the CPU, against the program that XLA's compiler makes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.cost.device_profiles import device_profile
+from symjax_rewrite.cost.device_profiles import DEVICES, device_profile
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build
+from symjax_rewrite.kernel_selection.folds import named_sizes
 from symjax_rewrite.kernel_selection.folds.clustering import Scope, clusters
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -49,12 +52,27 @@ def gradient_of_kernel(x, y, w):
 
 @pytest.mark.parametrize(("points", "features"), [(1000, 3), (600, 24)])
 def test_double_precision_is_priced_as_the_library_computes_it(points, features):
-    """XLA's library has sums in float64 too; a fold over 24 features takes seven times as long."""
+    """XLA's library has sums in float64 too; the parts of a gradient share a fold's distance."""
     sizes = (points, features), (points, features), (points, points)
     with jax.enable_x64(True):
         specs = [jax.ShapeDtypeStruct(s, jnp.float64) for s in sizes]
         report = sym_optimize(gradient_of_kernel, device="cpu").explain(*specs)
-    assert any(r.taken for r in report.routes if r.name == "fold") == (features == 3)
+    assert any(r.taken for r in report.routes if r.name == "fold")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_call_that_reduces_again_stores_nothing_before(monkeypatch, goes_on):
+    """XLA 0.12 computes the distance and the sum over points in one call, tile by tile."""
+    device, found = DEVICES["cpu"], []
+    folds = replace(device.folds, calls_go_on=goes_on)
+    monkeypatch.setitem(DEVICES, "cpu", replace(device, folds=folds))
+    compared = named_sizes.compared
+    monkeypatch.setattr(named_sizes, "compared", lambda *a: found.append(compared(*a)) or found[-1])
+    specs = [jax.ShapeDtypeStruct(s, "float32") for s in ((1000, 40), (1000, 40), (1000, 1000))]
+    sym_optimize(gradient_of_kernel, device="cpu").explain(*specs)
+    before_s, _, fresh_bytes = found[0]
+    assert (fresh_bytes == 0) == goes_on
+    assert (before_s < 0.02) == goes_on
 
 
 @pytest.mark.parametrize("fun", [residual, residual_by_rows, absolute_residual])
@@ -204,14 +222,18 @@ def test_blocks_of_single_elements_cost_their_pieces(batch):
     assert not takes_fold(talking_heads, *qkv, (8, 8), (8, 8))
 
 
-def test_a_distance_that_several_sums_of_a_tile_read_is_computed_for_each():
-    """The gradient of soft k-means sums along and down its tiles: a fold took twice the time."""
+def test_a_distance_of_few_features_is_computed_for_each_sum_of_a_tile():
+    """The gradient of soft k-means sums along and down its tiles.
+
+    A fold with the distance written out took twice the time, one with a loop 0.5 to 0.7.
+    """
 
     def soft_means(x, c):
         squares = jnp.sum((x[:, None] - c) ** 2, -1)
         return jnp.mean(jnp.sum(jax.nn.softmax(-squares, 1) * squares, 1))
 
-    assert not takes_fold(jax.grad(soft_means, (0, 1)), (4000, 16), (200, 16))
+    assert not takes_fold(jax.grad(soft_means, (0, 1)), (4000, 8), (200, 8))
+    assert takes_fold(jax.grad(soft_means, (0, 1)), (4000, 16), (200, 16))
     assert takes_fold(jax.grad(soft_means, (0, 1)), (50_000, 3), (10, 3))
 
 
@@ -391,16 +413,16 @@ def test_sines_are_computed_again_for_every_feature_of_a_block():
     assert not takes_fold(jax.grad(smoothed, (0, 1, 2)), (1525, 2), (2128, 2), (2128, 2))
 
 
-@pytest.mark.parametrize(("device", "folds"), [("cpu", True), ("cpu-1", False)])
-def test_one_core_stores_pairs_at_the_speed_of_its_memory(device: str, folds: bool) -> None:
-    """The fold computes each pair 17 times, which one core does half as fast as two."""
+@pytest.mark.parametrize("device", ["cpu", "cpu-1"])
+def test_gradients_of_a_log_sum_of_kernels_are_folds_on_one_core_too(device: str) -> None:
+    """The parts of the gradient share the distance: 0.3 to 0.5 of the time as written."""
 
     def loss(x, y):
         return -jnp.mean(jax.nn.logsumexp(-jnp.sum((x[:, None] - y) ** 2, -1), axis=1))
 
     x = spec(1024, 16)
     report = sym_optimize(jax.grad(loss, (0, 1)), device=device).explain(x, x)
-    assert any(r.name == "fold" and r.taken for r in report.routes) == folds, report
+    assert any(r.name == "fold" and r.taken for r in report.routes), report
 
 
 def test_pairs_that_xla_transposes_pay_for_it():
