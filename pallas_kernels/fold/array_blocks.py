@@ -7,11 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 Array = Any
 MOST_PLACES = 2**31 - 1  # which an int32 numbers
+
+
+def _gather(x: Array) -> Array:
+    """Move the last axis to the front, as a gather of the elements."""
+    count, rest = x.shape[-1], x.shape[:-1]
+    places = count * jnp.arange(math.prod(rest), dtype=jnp.int32)
+    places = places + jnp.arange(count, dtype=jnp.int32)[:, None]
+    return x.reshape(-1).at[places].get(mode="promise_in_bounds").reshape(count, *rest)
+
+
+_gather_floats = jax.custom_jvp(_gather)
+
+
+@_gather_floats.defjvp
+def _gather_floats_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _gather(*primals), jnp.moveaxis(tangents[0], -1, 0)  # no sum by place in reverse mode
+
+
+def with_last_first(x: Array) -> Array:
+    """Move the last axis to the front.
+
+    XLA on a CPU compiles a transposed copy in 11 to 103 ms, and a gather in 8 to 13. Without a loop
+    it fuses the copy into the tile, which then reads vectors at a stride, at half the speed.
+    """
+    if not all(isinstance(n, int) for n in x.shape) or x.size > MOST_PLACES:
+        return jnp.moveaxis(x, -1, 0)
+    return _gather_floats(x) if jnp.issubdtype(x.dtype, jnp.inexact) else _gather(x)
 
 
 @dataclass(frozen=True, slots=True)

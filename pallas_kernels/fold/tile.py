@@ -20,7 +20,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.pallas_kernels import monoid
-from symjax_rewrite.pallas_kernels.fold.array_blocks import ArrayBlocks
+from symjax_rewrite.pallas_kernels.fold.array_blocks import ArrayBlocks, with_last_first
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     ColumnSums,
@@ -257,7 +257,10 @@ def _column_sum(
     p, weights = _multiplied(term, p, block.arrays[term.weights])
     # A product over the rows of both is slower than one with the narrower weights transposed.
     order = (*(a for a in axes if a not in (spec.row, *features)), *features, spec.row)
-    weights = lax.transpose(weights, [axes.index(a) for a in order])
+    if axes == (spec.row, *features) and len(features) == 1:
+        weights = with_last_first(weights)
+    else:
+        weights = lax.transpose(weights, [axes.index(a) for a in order])
     if new is not None:
         weights = jnp.where(new[:, 0], weights, jnp.zeros((), weights.dtype))
     sides = [(lax.optimization_barrier(weights), order), (p, (*block.inner, spec.row, spec.col))]

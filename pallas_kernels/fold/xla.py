@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite.pallas_kernels.backend import Reason, Support, first_reason, too_large
-from symjax_rewrite.pallas_kernels.fold.array_blocks import MOST_PLACES, ArrayBlocks
+from symjax_rewrite.pallas_kernels.fold.array_blocks import ArrayBlocks, with_last_first
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes, fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ExpSums,
     Extremum,
     FoldSpec,
     KeyedSums,
+    Output,
     least_maximum,
+    output_axes,
     result_axes,
     runs_across,
     weights_of,
@@ -47,6 +49,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, lesser, loop_axes,
 from symjax_rewrite.pallas_kernels.monoid import State
 
 Array = Any
+Begun = Mapping[Output, State]  # states of outputs before a block of rows
 STACKED = "stacked"  # name of the axis of a stack
 
 
@@ -84,33 +87,6 @@ class _Stack:
         return [block] if len(self.numbers) == 1 else [block[n] for n in range(block.shape[0])]
 
 
-def _gather(x: Array) -> Array:
-    """Move the last axis to the front, as a gather of the elements."""
-    count, rest = x.shape[-1], x.shape[:-1]
-    places = count * jnp.arange(math.prod(rest), dtype=jnp.int32)
-    places = places + jnp.arange(count, dtype=jnp.int32)[:, None]
-    return x.reshape(-1).at[places].get(mode="promise_in_bounds").reshape(count, *rest)
-
-
-_gather_floats = jax.custom_jvp(_gather)
-
-
-@_gather_floats.defjvp
-def _gather_floats_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _gather(*primals), jnp.moveaxis(tangents[0], -1, 0)  # no sum by place in reverse mode
-
-
-def _with_last_first(x: Array) -> Array:
-    """Move the last axis to the front.
-
-    XLA on a CPU compiles a transposed copy in 11 to 103 ms, and a gather in 8 to 13. Without a loop
-    it fuses the copy into the tile, which then reads vectors at a stride, at half the speed.
-    """
-    if not all(isinstance(n, int) for n in x.shape) or x.size > MOST_PLACES:
-        return jnp.moveaxis(x, -1, 0)
-    return _gather_floats(x) if jnp.issubdtype(x.dtype, jnp.inexact) else _gather(x)
-
-
 def _stacked(spec: FoldSpec, arrays: Sequence[Array]) -> list[_Stack]:
     """Put vectors over rows, or over columns, with the same axes and dtype into one array.
 
@@ -128,7 +104,7 @@ def _stacked(spec: FoldSpec, arrays: Sequence[Array]) -> list[_Stack]:
         if len(group) > 1:
             axes = (STACKED, *axes)
             last = jnp.stack([arrays[k] for k in group], -1)
-            array = lax.optimization_barrier(_with_last_first(last))
+            array = lax.optimization_barrier(with_last_first(last))
         out.append(_Stack(tuple(group), axes, array))
     return out
 
@@ -229,11 +205,35 @@ class _Sweep:
             high = jnp.clip(length + last if band.follows else length, 0, _int32(high))
         return low, high
 
-    def rows(self, place: dict[str, Any], first: Any = None) -> list[Array]:
-        """Return the results of a fold for one row block, flat; `first` as in `Block`."""
+    def begun(self, done: Sequence[Array]) -> Begun:
+        """Return the states of the outputs that are summed over every block of rows.
+
+        A loop that adds to the sums of earlier blocks needs no zeros to begin with, and no sum of
+        both. done: the blocks of all results so far. Empty where blocks are summed by themselves.
+        """
+        spec = self.spec
+        if spec.epilogue is not None or self.blocks.parts:
+            return {}
+        left, out = iter(done), dict[Output, State]()
+        gone = {a for a in spec.batch if a not in self.blocks.inner}
+        for output in spec.outputs:
+            pairs = [(next(left), axes) for axes in output_axes(spec, output)]
+            if not any(spec.row in axes for _, axes in pairs):
+                outer = [[k for k, a in enumerate(axes) if a in gone] for _, axes in pairs]
+                state = [lax.squeeze(x, k) for (x, _), k in zip(pairs, outer, strict=True)]
+                out[output] = tuple(state)
+        return out
+
+    def rows(
+        self, place: dict[str, Any], first: Any = None, begun: Begun | None = None
+    ) -> list[Array]:
+        """Return the results of a fold for one row block, flat; `first` as in `Block`.
+
+        begun: the states that some outputs have before this block.
+        """
         spec, extent = self.spec, {self.spec.row: self.blocks.rows}
         fixed = [None if spec.col in s.axes else self.cut(s, place, extent) for s in self.stacks]
-        states = self.columns(place, fixed, first)
+        states = self.columns(place, fixed, first, begun or {})
         return finish(spec, states, self.operands(fixed), self.blocks.inner)
 
     def block(
@@ -251,12 +251,16 @@ class _Sweep:
         parts = dict(self.blocks.parts)
         return Block(arrays, i[:, None], j[None, :], self.blocks.inner, first, parts)
 
-    def columns(self, place: dict[str, Any], fixed: list[Any], first: Any) -> tuple[State, ...]:
+    def columns(
+        self, place: dict[str, Any], fixed: list[Any], first: Any, begun: Begun
+    ) -> tuple[State, ...]:
         """Return the states after every block of columns in the band."""
         spec, size = self.spec, self.blocks.cols
         full, tail = self.cut_columns()
         if self.has_one_block(full, tail):
-            return lift_block(spec, self.block(place, fixed, first, 0, spec.cols))
+            states = lift_block(spec, self.block(place, fixed, first, 0, spec.cols))
+            made = zip(spec.outputs, states, strict=True)
+            return tuple([monoid_of(o).combine(begun[o], s) if o in begun else s for o, s in made])
         low, high = self.column_range(place)
         ends = spec.band.upper is not None or spec.band.length is not None
         last = jnp.minimum(-(-high // _int32(size)), _int32(full)) if ends else full
@@ -266,7 +270,10 @@ class _Sweep:
             return absorb_block(spec, states, self.block(place, fixed, first, start, size))
 
         avals = jax.eval_shape(lambda: lift_block(spec, self.block(place, fixed, first, 0, size)))
-        states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
+        states = tuple(
+            begun[o] if o in begun else monoid_of(o).identity(a)
+            for o, a in zip(spec.outputs, avals, strict=True)
+        )
         begin = 0 if spec.band.lower is None else low // _int32(size)
         if spec.band.floor is None:
             states = lax.fori_loop(begin, last, step, states)
@@ -329,9 +336,13 @@ class _Sweep:
 
 
 def _is_low(spec: FoldSpec, tops: Array) -> Array:
-    """Return True if some maximum does not exceed the band's floor by enough."""
+    """Return True if some maximum does not exceed the band's floor by enough, or is NaN.
+
+    The least of them decides: flags would be one more kernel for XLA on a CPU to compile.
+    """
     assert spec.band.floor is not None
-    return jnp.any(tops <= least_maximum(spec.band.floor, tops.dtype))
+    least = least_maximum(spec.band.floor, tops.dtype)
+    return ~(jnp.min(tops) > least)
 
 
 def _maximum_is_low(spec: FoldSpec, states: tuple[State, ...]) -> Array:
@@ -354,7 +365,7 @@ def _in_read_order(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec,
     for k, operand in enumerate(spec.operands):
         axes = operand.axes
         if len(axes) > 1 and (axes[-1:] == spec.summed(k) or axes[-1] in shared):
-            arrays[k] = lax.optimization_barrier(_with_last_first(arrays[k]))
+            arrays[k] = lax.optimization_barrier(with_last_first(arrays[k]))
             described[k] = replace(operand, axes=(*axes[-1:], *axes[:-1]))
         if not runs_across(spec, k) or {*spec.batch} <= {*axes}:
             continue
@@ -401,14 +412,15 @@ def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tupl
     def write(step: Any, carried: list[Array]) -> list[Array]:
         place, begin = sweep.place_of(step)
         first = begin[spec.row] if sweep.rows_overlap else None
+        starts = [[place.get(a, jnp.int32(0)) for a in order] for order in axes]
+        old = [r.read(x, at) for r, x, at in zip(results, carried, starts, strict=True)]
+        begun = sweep.begun(old)
         out = []
-        for k, (old, new) in enumerate(zip(carried, sweep.rows(place, first), strict=True)):
-            starts = [place.get(a, jnp.int32(0)) for a in axes[k]]
+        for k, new in enumerate(sweep.rows(place, first, begun)):
             new = arrange(spec, k, new, inner)
-            if spec.row not in axes[k]:  # summed over every block of rows
-                new = sweep.unsummed(new, axes[k], place, begin)
-                new = new + results[k].read(old, starts)
-            out.append(results[k].written(old, new, starts))
+            if spec.row not in axes[k] and not begun:  # summed over every block of rows
+                new = sweep.unsummed(new, axes[k], place, begin) + old[k]
+            out.append(results[k].written(carried[k], new, starts[k]))
         return out
 
     empty = [jnp.zeros(r.stored, s.dtype) for r, s in zip(results, shapes, strict=True)]
