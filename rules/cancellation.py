@@ -5,17 +5,21 @@ If terms of a sum cancel, the error of the opened sum may be large relative to i
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Container, Iterable
-from itertools import combinations
+from itertools import chain
+from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import cone, reaches
+from symjax_rewrite.ir.index_tests import index_of, indicated
 from symjax_rewrite.ir.products import Product, flattest, product_node
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
 from symjax_rewrite.ir.value_analysis import nonnegative
 from symjax_rewrite.rewriting.product_trees import read_deltas
 from symjax_rewrite.rewriting.rule import RuleContext
 
-MOST_DIAGONALS = 4  # in a sum, whose every subset is tried
+MOST_MEETINGS = 64  # of the diagonals of a sum, each of which is tried
 
 
 def sum_node(ctx: RuleContext, cls: int) -> Node | None:
@@ -95,19 +99,58 @@ def moves_rows(p: Product, f: Ref) -> bool:
 
 
 def keeps_its_size(ctx: RuleContext, total: Node) -> bool:
-    """Return True if a sum of numbers and deltas is at least half its terms: I − 11ᵀ/n, n > 2."""
-    steady, deltas = [], []
+    """Return True if a sum of numbers and diagonals is at least half its terms: I − 11ᵀ/n, n > 2.
+
+    Diagonals of the same two indices at different offsets never meet: I − S, for a shift S.
+    """
+    steady: list[Any] = []
+    diagonals: dict[tuple[int, int], dict[int, list[Any]]] = {}
     for k, a in zip(total.attr, total.args, strict=True):
         numbers = [n.attr[0] for n in ctx.g.nodes(a.cls, CONST)]
         numbers = [x for x in numbers if isinstance(x, (int, float))]
-        diagonal = ctx.has(a.cls, DELTA)
+        diagonal = diagonal_of(ctx, a)
         if isinstance(k, complex) or not (numbers or diagonal):
             return False
-        (deltas if diagonal else steady).append(k if diagonal else k * numbers[0])
-    if len(deltas) > MOST_DIAGONALS:
+        if diagonal is None:
+            steady.append(k * numbers[0])
+        else:
+            at = diagonals.setdefault((diagonal.i, diagonal.j), {})
+            at.setdefault(diagonal.offset, []).append(k * diagonal.value)
+    met = [((), *at.values()) for at in diagonals.values()]
+    if math.prod(map(len, met)) > MOST_MEETINGS:
         return False
-    sums = [(*steady, *met) for n in range(len(deltas) + 1) for met in combinations(deltas, n)]
+    sums = [[*steady, *chain.from_iterable(some)] for some in itertools.product(*met)]
     return all(abs(sum(values)) >= 0.5 * sum(map(abs, values)) for values in sums)
+
+
+class Diagonal(NamedTuple):
+    """A value where i = j + offset, i < j, and 0 elsewhere."""
+
+    value: float
+    i: int
+    j: int
+    offset: int
+
+
+def diagonal_of(ctx: RuleContext, ref: Ref) -> Diagonal | None:
+    """Return the diagonal that a term is (an identity, a shift, or a multiple), or None."""
+    p = flattest(ctx.g, ref.cls)
+    if len(p.factors) != 1 or p.bound or p.scales or isinstance(p.coefficient, complex):
+        return None
+    f = p.factors[0].over(ref.axes)
+    if ctx.has(f.cls, DELTA):
+        return _diagonal(p.coefficient, (f.axes[0], 0), (f.axes[1], 0))
+    for test in indicated(ctx.g, f):
+        left, right = index_of(ctx.g, test.left), index_of(ctx.g, test.right)
+        if left and right and test.kind == "eq" and not test.negated:
+            return _diagonal(p.coefficient, left, right)
+    return None
+
+
+def _diagonal(value: float, left: tuple[int, int], right: tuple[int, int]) -> Diagonal | None:
+    """Return a value where `i + a = j + b`."""
+    (i, a), (j, b) = sorted([left, right])
+    return Diagonal(value, i, j, b - a) if i != j else None
 
 
 def is_rounded(ctx: RuleContext, cls: int) -> bool:

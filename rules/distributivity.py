@@ -24,6 +24,7 @@ from symjax_rewrite.rewriting.rule import (
 from symjax_rewrite.rewriting.scales import apart, shared_power
 from symjax_rewrite.rules.cancellation import (
     cannot_cancel,
+    diagonal_of,
     is_computed_for,
     is_rounded,
     is_safe,
@@ -73,8 +74,10 @@ def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> b
     """Return True if distributing avoids a term.
 
     The term is a low-rank product, or any product if the result is smaller, or it is constant along
-    a summed index.
+    a summed index. Diagonals alone are all avoided.
     """
+    if p.bound and all(diagonal_of(ctx, a) for a in total.args):
+        return True
     dense = ctx.elements(f.cls)
     thin = ctx.elements(cls) < dense
     for arg in total.args:
@@ -197,7 +200,8 @@ def _inner_terms(
     if closed or inner is None:
         return None
     opened = list(zip(inner.attr, inner.args, strict=True))
-    if cannot_cancel(ctx, arg.cls, inner):
+    steady = not is_half(dtype) and keeps_its_size(ctx, inner)
+    if steady or cannot_cancel(ctx, arg.cls, inner):
         return opened
     large = abs(scale) > 1 and dtype_kind(dtype) == "f"
     shared = len(ctx.g.uses[arg.cls]) > 1 and is_computed_for(ctx, {arg.cls}, beside)

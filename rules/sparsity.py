@@ -7,7 +7,7 @@ unguarded product therefore do not occur.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,20 @@ import jax.numpy as jnp
 from jax import nn
 
 from symjax_rewrite.ir.index_tests import index_of, indicated, label_of
+from symjax_rewrite.ir.primitives import holds
 from symjax_rewrite.ir.products import flattest, is_half
-from symjax_rewrite.ir.term import CONCAT, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONTRACT,
+    CUMSUM,
+    DELTA,
+    IOTA,
+    MAP,
+    TAKE,
+    Node,
+    Ref,
+)
 from symjax_rewrite.ir.value_analysis import selected_case
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide, zero_of
@@ -45,6 +57,8 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     r = RightSide.of(ctx, one_hot, cls, p.bound)
     for k, f in enumerate(p.factors):
         test = label_of(ctx.g, indicated(ctx.g, f)) or _identity_rows(ctx, f)
+        if test is None or test[1] < p.out:
+            test = _shifted_index(r, f, p.summed) or test
         if test is None:
             continue
         label, index, *beyond = test
@@ -55,6 +69,22 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if made is not None and p.coefficient == 1:
             summed = [i for i in p.summed if i != index]
             yield from built(r.product, made, summed, precision=p.precision)
+
+
+def _shifted_index(r: RightSide, f: Ref, summed: Container[int]) -> tuple[Ref, int] | None:
+    """Return `(i + a - b, j)` of a factor [i + a = j + b], where j is summed; or None."""
+    for test in indicated(r.g, f):
+        if test.kind != "eq" or test.negated:
+            continue
+        for label, other in ((test.left, test.right), (test.right, test.left)):
+            start, found = index_of(r.g, label), index_of(r.g, other)
+            if start is None or found is None or found[1] == 0 or found[0] not in summed:
+                continue
+            c, offset = r.g.classes[label.cls], -found[1]
+            if holds(c.dtype, offset, 1) and holds(c.dtype, start[1] + offset, c.sizes[0]):
+                by = r.const(offset, c.dtype)
+                return r.term(ADD, (label, by), (1, 1), dtype=c.dtype), found[0]
+    return None
 
 
 def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:

@@ -10,12 +10,13 @@ import pytest
 from symjax_rewrite.ir import flat_program, term_graph
 from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.term import CONST, IOTA, LEAF, Ref
+from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.literal_folding import NUMPY
 
 COUNT = np.arange(12, dtype=np.int32)
 LOWER = np.tri(5, 7, 2, dtype=bool)
 INF = np.where(LOWER, np.float32(0), np.float32(-np.inf))
+STENCIL = (2.5 * np.eye(7, 6) - np.eye(7, 6, 1) - np.eye(7, 6, -3)).astype(np.float32)
 
 
 def value(g: EGraph, ref: Ref, at: tuple[int, ...]) -> Any:
@@ -25,6 +26,8 @@ def value(g: EGraph, ref: Ref, at: tuple[int, ...]) -> Any:
         return here[0]
     if node.op == CONST:
         return node.attr[0]
+    if node.op == DELTA:
+        return float(here[0] == here[1])
     args = [value(g, a, here) for a in node.args]
     if node.op == "add":
         return sum(k * x for k, x in zip(node.attr, args, strict=True))
@@ -60,6 +63,10 @@ def leaves(const: Any) -> tuple[int, Any, Any]:
         np.triu(np.full((6, 6), -1e9, np.float32), 1),
         np.tri(4, dtype=np.int32),
         1 - np.tri(4, dtype=np.float32),
+        np.eye(6, dtype=np.float32),
+        np.eye(6, 4, -2, dtype=np.int32),
+        np.eye(8, dtype=np.float32) - np.float32(1 / 8),
+        STENCIL,
     ],
 )
 def test_constants_of_indices_are_terms(const: np.ndarray) -> None:
@@ -82,6 +89,9 @@ def test_constants_of_indices_are_terms(const: np.ndarray) -> None:
         np.where(np.eye(5, 7, dtype=bool), np.float32(-0.0), INF),
         np.where(LOWER, np.float32(np.nan), np.float32(0)),
         np.eye(6, dtype=bool),
+        np.where(STENCIL == 0, np.float32(-0.0), STENCIL),
+        STENCIL + (np.arange(42) == 20).reshape(7, 6).astype(np.float32),
+        np.diag(np.arange(1, 5, dtype=np.float32)),
     ],
 )
 def test_other_constants_are_leaves(const: np.ndarray) -> None:

@@ -27,6 +27,32 @@ def test_a_sum_of_a_one_hot_is_zero_out_of_range():
     np.testing.assert_array_equal(f(labels, y), [0, 2, 3, 0])
 
 
+N = 256
+STENCILS = {
+    "differences": lambda x: (jnp.eye(N, k=1) - jnp.eye(N)) @ x,
+    "of columns": lambda x: x.T @ (jnp.eye(N) - jnp.eye(N, k=1)),
+    "Laplacian": lambda x: (2 * jnp.eye(N) - jnp.eye(N, k=1) - jnp.eye(N, k=-1)) @ x,
+    "made before": lambda x: (np.eye(N, k=3) - 4 * np.eye(N) - np.eye(N, k=-2)).astype("f") @ x,
+    "fewer rows": lambda x: (jnp.eye(N - 9, N) - jnp.eye(N - 9, N, k=1)) @ x,
+    "centred": lambda x: (np.eye(N, dtype="f") - np.float32(1 / N)) @ x,
+}
+
+
+@pytest.mark.parametrize("stencil", STENCILS.values(), ids=STENCILS)
+def test_products_with_few_diagonals_read_their_places(stencil):
+    x = np.random.default_rng(0).normal(size=(N, N)).astype(np.float32)
+    optimised = sym_optimize(stencil)
+    assert "distribute" in [r.name for r in optimised.explain(x).rules]
+    np.testing.assert_allclose(optimised(x), stencil(x.astype(np.float64)), rtol=1e-5, atol=1e-5)
+
+
+def test_diagonals_that_may_cancel_stay_together():
+    x = np.ones((N, N), np.float32)
+    for close in (1.0, 0.9, np.eye(N, dtype=np.float32)):
+        f = sym_optimize(lambda x, close=close: (jnp.eye(N) - close) @ x)
+        assert "distribute" not in [r.name for r in f.explain(x).rules]
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32])
 def test_labels_into_nothing(dtype):
     """A one-hot sum over no classes (jnp.take refuses an empty axis), or over many."""
