@@ -31,6 +31,11 @@ class Tagged:
     name: str
 
 
+def put(values: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """NumPy's values as an array: `jnp.asarray` compiles a program for each of their shapes."""
+    return jax.device_put(np.asarray(values, jax.dtypes.canonicalize_dtype(dtype)))
+
+
 def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 

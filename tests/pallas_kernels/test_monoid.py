@@ -135,7 +135,12 @@ def test_affine_maps_are_a_recurrence():
     halves = [
         tuple(jnp.asarray(x[:, s], jnp.float32) for x in (a, b)) for s in (slice(11), slice(11, 30))
     ]
-    slope, offset = monoid.AFFINE.combine(*(monoid.AFFINE.lift(*half) for half in halves))
+
+    @jax.jit
+    def whole(halves):
+        return monoid.AFFINE.combine(*(monoid.AFFINE.lift(*half) for half in halves))
+
+    slope, offset = whole(halves)
     np.testing.assert_allclose(slope * 3.0 + offset, h, rtol=1e-4)
 
 

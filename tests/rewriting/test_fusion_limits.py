@@ -13,6 +13,7 @@ from symjax_rewrite import packs, sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.rewriting import fused_chains
+from tests.programs import put
 
 NAME = "fusion_limits"
 OLD = pytest.mark.skipif(
@@ -21,13 +22,13 @@ OLD = pytest.mark.skipif(
 
 
 def array(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
+    return put(np.random.default_rng(shape).normal(size=shape))
 
 
 def stored(fun: Callable, *args: Any, **options: Any) -> int:
     """The number of values stored by the pass; values and dtypes are checked."""
     ours = sym_optimize(fun, device="cpu", kernels="off", **options)
-    a, b = ours(*args), fun(*args)
+    a, b = ours(*args), jax.jit(fun)(*args)
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
     return sum(r.count for r in ours.explain(*args).rules if r.name == NAME)

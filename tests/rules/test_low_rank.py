@@ -100,14 +100,16 @@ READS = {
 
 def _eliminated(matrix, b):
     """The solution in the dtype of the operands (NumPy's own has no extended precision)."""
-    a = np.concatenate([matrix, b.reshape(len(matrix), -1)], 1)
-    for k in range(len(matrix)):
+    n = len(matrix)
+    a = np.concatenate([matrix, b.reshape(n, -1)], 1)
+    for k in range(n):
         p = k + int(np.argmax(np.abs(a[k:, k])))
         a[[k, p]] = a[[p, k]]
-        a[k] = a[k] / a[k, k]
-        others = np.arange(len(a)) != k
-        a[others] -= a[others, k : k + 1] * a[k]
-    return a[:, len(matrix) :].reshape(b.shape)
+        a[k + 1 :, k:] -= np.outer(a[k + 1 :, k] / a[k, k], a[k, k:])
+    x = a[:, n:]
+    for k in reversed(range(n)):
+        x[k] = (x[k] - a[k, k + 1 : n] @ x[k + 1 :]) / a[k, k]
+    return x.reshape(b.shape)
 
 
 def _data(seed, dtype, condition, where):

@@ -52,7 +52,7 @@ def draw(spec: FoldSpec, seed: int = 0) -> Arrays:
         elif operand.dtype == "int32":
             out.append(np.sort(rng.integers(0, 4, shape), axis=-1).astype(np.int32))
         else:
-            out.append(np.asarray(jnp.asarray(rng.normal(size=shape), operand.dtype)))
+            out.append(rng.normal(size=shape).astype(operand.dtype))
     return tuple(out)
 
 

@@ -24,6 +24,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from tests.pallas_kernels.fold.cases import CASES, Case
+from tests.programs import put
 from tests.tables import half_swept
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -32,7 +33,7 @@ by_case = pytest.mark.parametrize("case", CASES, ids=str)
 def check(case: Case, run, rtol: float = 2e-4, atol: float = 2e-4):
     operands = case.make(case.spec)
     jitted = jax.jit(lambda *xs: run(case.spec, *xs))
-    got = jax.tree.leaves(jitted(*map(jnp.asarray, operands)))
+    got = jax.tree.leaves(jitted(*map(jax.device_put, operands)))
     shapes = jax.tree.leaves(result_shapes(case.spec))
     for x, want, shape in zip(got, case.naive(*operands), shapes, strict=True):
         assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
@@ -111,7 +112,7 @@ def beside_wide(spec, wide, *operands):
 def test_half_precision(dtype):
     spec = forward(Attention(1, 48, 64, 2, 32, groups=2, causal=True, dtype=dtype))
     rng = np.random.default_rng(0)
-    operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
+    operands = [put(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
     wide = replace(forward(Attention(1, 48, 64, 2, 32, groups=2, causal=True)))
     found, want = beside_wide(spec, wide, *operands)
     tolerance = 2e-2 if dtype == "bfloat16" else 3e-3
@@ -129,7 +130,7 @@ def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype):
     sums = replace(sums, terms=tuple(replace(t, round_to=None) for t in sums.terms))
     spec = replace(spec, outputs=(sums,), epilogue=None)
     rng = np.random.default_rng(0)
-    operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
+    operands = [put(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
     wide = replace(forward(Attention(1, 48, 64, 2, 32)), epilogue=None)
     found, want = beside_wide(spec, wide, *operands)
     for got in found:
@@ -141,7 +142,7 @@ def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype):
 def test_nan_stays_in_its_rows(name):
     spec = forward(Attention(1, 32, 32, 1, 16))
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=spec.shape(n)), jnp.float32) for n in range(3))
+    q, k, v = (put(rng.normal(size=spec.shape(n))) for n in range(3))
     out, lse = jax.jit(partial(RUNS[name], spec))(q.at[0, 3, 0, 0, 0].set(jnp.nan), k, v)
     broken = np.isnan(np.asarray(out)).any((0, 2, 3, 4))
     assert list(np.flatnonzero(broken)) == [3]
@@ -193,10 +194,9 @@ def test_kernels_sum_rows_and_columns_in_turn(band):
 def test_empty_axes(case, empty):
     sizes = tuple((a, 0 if a == empty else n) for a, n in case.spec.sizes)
     spec = replace(case.spec, sizes=sizes, epilogue=None)
-    operands = [jnp.ones(spec.shape(k)) for k in range(len(spec.operands))]
-    want = fold_reference(spec, *operands)
-    got = fold(spec, *operands)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    operands = [put(np.ones(spec.shape(k))) for k in range(len(spec.operands))]
+    both = jax.jit(lambda *xs: (fold(spec, *xs), fold_reference(spec, *xs)))
+    jax.tree.map(np.testing.assert_array_equal, *both(*operands))
 
 
 def test_f64():
