@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.joined_calls import joins_calls
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.temporaries import FreshMemory, fresh_memory, may_be_fresh
@@ -108,7 +109,22 @@ class _Variants:
         fresh_s = self.fresh_of(made).beyond(fresh)
         if fresh_s > 0 and (folded := self.context.folded(made)) is not made:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
-        return layout_seconds(made, self.context.device) - before_s + fresh_s
+        cut_s = self._cut_seconds(found, made) if self.joins_calls else 0.0
+        return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
+
+    @functools.cached_property
+    def joins_calls(self) -> bool:
+        """Return True if a call of the program reduces again what it has reduced."""
+        terms = self.context.terms(self.program)
+        return joins_calls(terms.t, terms.need, terms.model)
+
+    def _cut_seconds(self, found: Sequence[Candidate], made: Program) -> float:
+        """Return the seconds that the whole program saves less than candidates state.
+
+        Their prices know nothing of calls that end where a value that they give is read.
+        """
+        before_s, after_s = (self.context.terms(p).seconds for p in (self.program, made))
+        return max(after_s - before_s + sum([c.saved_s for c in found]), 0.0)
 
 
 class _Choice:

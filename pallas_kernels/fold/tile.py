@@ -252,6 +252,7 @@ def _column_sum(
         p = jnp.where(new, p, jnp.zeros((), p.dtype))
     total = p.dtype
     if term.weights is None:
+        p = _apart(spec, p) if block.inner else p
         return jnp.sum(p, axis=-2, dtype=total)
     axes, features = block_axes(spec, term.weights, block.inner), spec.features(term.weights)
     p, weights = _multiplied(term, p, block.arrays[term.weights])

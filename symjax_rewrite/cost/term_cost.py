@@ -427,8 +427,7 @@ class CostModel:
     def _makers(self) -> dict[int, Equation]:
         return {} if self.terms is None else self.terms.program.once(makers_of)
 
-    @staticmethod
-    def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:
+    def written(self, facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:
         """Return the classes whose values are written to memory.
 
         A kernel computes a value that it reads several times once.
@@ -448,10 +447,22 @@ class CostModel:
                 continue
             if f.is_kernel:
                 written.update(f.args)
-            mine = {cls} if cls in written or f.is_group else groups.get(cls, {cls})
+            mine = groups.get(cls, {cls})
+            if cls in written or not self.is_with(f, facts.get(next(iter(mine)))):
+                mine = {cls}
             for arg in f.args:
                 groups.setdefault(arg, set()).update(mine)
         return written
+
+    def is_with(self, f: Facts, group: Facts | None) -> bool:
+        """Return True if the operands of a class are computed for the one group that reads it.
+
+        A call of the library may go on from one reduction to the next.
+        """
+        if not f.is_group:
+            return True
+        goes_on = self.device.folds.calls_go_on and f.is_called
+        return goes_on and group is not None and group.is_called and group is not f
 
     def _kernel(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
@@ -509,8 +520,14 @@ class CostModel:
         fresh_s += sum([facts[c].pages for c in stored])
         if inlined and work.reduces:
             fresh_s += self._slower_seconds(inlined)
+        if self._reduces_again(facts, called) and max(read.values(), default=0) < work.widest:
+            work = work._replace(widest=0.0, reduces=False)  # reduced in registers
         moved = sum(read.values()) + sum([2 * facts[c].bytes for c in stored])
         return made + moved, work, fresh_s
+
+    def _reduces_again(self, facts: Mapping[int, Facts], called: set[int]) -> bool:
+        """Return True if a call computes values of which one is a reduction: see `is_with`."""
+        return self.device.folds.calls_go_on and any(facts[c].is_called for c in called)
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

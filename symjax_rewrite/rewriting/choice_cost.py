@@ -99,9 +99,11 @@ class ChoiceCost:
 
     def _group(self, cls: int) -> int:
         """Return the same, from the groups of the readers."""
-        if cls in self.written or self.facts[cls].is_group:
-            return cls
-        return self.group_of(next(iter(self.readers_of(cls)), -1))
+        group = self.group_of(next(iter(self.readers_of(cls)), -1))
+        is_apart = cls in self.written or not self.model.is_with(
+            self.facts[cls], self.facts.get(group)
+        )
+        return cls if is_apart else group
 
     def moved(self, move: Choice) -> ChoiceCost:
         """Return the choice in which some classes are computed by other nodes."""

@@ -120,13 +120,15 @@ def _reductions(
     ended: reductions whose results are stored, so that they end their calls.
     """
     facts, makers, users = r.facts, r.makers, r.users
-    stored = set[Equation]()
+    stored, ends = set[Equation](), set[Equation | None]()
+    if r.device.folds.calls_go_on:
+        ends = {_goes_on_to(e, r) for e in found}
     for e in found:
         chain = r.chain(e.reads[0])
         if chain.steps < 2 or not chain.spread:
             continue
         if chain.computed and not _is_along_rows(e, chain.width):
-            before_s, after_s = _seconds(e, chain.width, r)
+            before_s, after_s = _seconds(e, chain.width, r, writes=e not in ends)
             seconds = before_s, after_s + _repeated_seconds(chain, e, r)
             if r.pays(*seconds):
                 shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
@@ -229,7 +231,9 @@ def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, 
         if any(_product_readers(e, r)):
             continue
         size, made = size_read(e), size_made(e)
-        results, again = shape_of(e.eqn.outvars[0]), _goes_on_to_a_reduction(e, r)
+        results, again = shape_of(e.eqn.outvars[0]), _goes_on_to(e, r) is not None
+        if again and chain.stored and device.folds.calls_go_on:
+            continue  # what it reads is stored if two calls read it
         written_s = call_tiles.written_seconds(results, size // made, device, again)
         alone_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * made
         stored_s = alone_s + facts.stored_s * made + device.page_seconds(4 * made)
@@ -238,13 +242,13 @@ def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, 
             yield e, candidate(RULE, e.where(), _stored_result(e), seconds)
 
 
-def _goes_on_to_a_reduction(e: Equation, r: Fused) -> bool:
-    """Return True if operations of the library, each the only reader, end at a reduction."""
+def _goes_on_to(e: Equation, r: Fused) -> Equation | None:
+    """Return the reduction at which operations of the library, each the only reader, end."""
     while len(users := r.users.get(e.outvals[0], ())) == 1:
         (e,) = users
         if e.name not in KNOWN | VIEWS:
-            return e.name in REDUCTIONS
-    return False
+            return e if e.name in REDUCTIONS else None
+    return None
 
 
 def _product_readers(e: Equation, r: Fused) -> list[Equation]:
@@ -445,11 +449,15 @@ def _is_along_rows(e: Equation, width: int) -> bool:
     return width == shape[-1] and {*axes} == {*range(len(shape) - len(axes), len(shape))}
 
 
-def _seconds(e: Equation, width: int, r: Fused) -> tuple[float, float]:
-    """Return the seconds of a reduction by rows in a fusion, and of a stored operand."""
+def _seconds(e: Equation, width: int, r: Fused, writes: bool) -> tuple[float, float]:
+    """Return the seconds of a reduction by rows in a fusion, and of a stored operand.
+
+    writes: True if the fusion writes the operand of short rows; one that has reduced it does not.
+    """
     x: Any = e.eqn.invars[0].aval
     facts, pages = r.facts, r.device.page_seconds(x.size * x.dtype.itemsize)
-    fused = facts.across_seconds(x.size / width, pages if width <= facts.short_row else 0.0)
+    is_written = writes and width <= facts.short_row
+    fused = facts.across_seconds(x.size / width, pages if is_written else 0.0)
     return fused, facts.stored_s * x.size + pages
 
 

@@ -53,6 +53,8 @@ def gradient_of_kernel(x, y, w):
 @pytest.mark.parametrize(("points", "features"), [(1000, 3), (600, 24)])
 def test_double_precision_is_priced_as_the_library_computes_it(points, features):
     """XLA's library has sums in float64 too; the parts of a gradient share a fold's distance."""
+    if features > 3 and DEVICES["cpu"].folds.calls_go_on:
+        pytest.skip("this XLA computes the gradient in one call")
     sizes = (points, features), (points, features), (points, points)
     with jax.enable_x64(True):
         specs = [jax.ShapeDtypeStruct(s, jnp.float64) for s in sizes]

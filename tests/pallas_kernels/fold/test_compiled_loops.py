@@ -202,6 +202,22 @@ def test_reductions_are_compiled_apart_from_their_tiles(output: Output) -> None:
     assert not any(" rsqrt(" in text and " reduce(" in text for text in computations)
 
 
+def test_sums_over_rows_of_a_batch_are_apart_from_their_tiles() -> None:
+    """A call for Σₙ w[n, m]·t[b, n, m] took 4 to 20 times as long as a loop and a sum."""
+    spec = FoldSpec(
+        sizes=(("b", 4), ("m", 64), ("n", 64)),
+        batch=("b",),
+        row="n",
+        col="m",
+        operands=(Operand(("n",), "float32"), Operand(("b", "n"), "float32"))
+        + (Operand(("b", "m"), "float32"),),
+        contractions=(),
+        tile=Tile(lambda _, v, i, j: v[0] * (v[1] - v[2]), (0, 1, 2)),
+        outputs=(ColumnSums(),),
+    )
+    assert "reduce_precision" in str(jax.make_jaxpr(lambda *xs: fold_xla(spec, *xs))(*spec.avals))
+
+
 @pytest.mark.parametrize("batched", ["rows", "columns", "both"])
 def test_tiles_of_a_batch_are_computed_in_their_order(batched: str) -> None:
     """A tile that is transposed after its product is read across its rows."""
