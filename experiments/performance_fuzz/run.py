@@ -63,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", type=Path, help="records, judged by what is chosen now")
     parser.add_argument("--shrink", action="store_true", help="add small programs to the table")
     parser.add_argument("--write", action="store_true", help="write results.json and the README")
+    parser.add_argument("--newest", action="store_true", help="the table of the newest JAX instead")
     parser.add_argument("--quick", action="store_true", help="three programs; a smoke test")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -77,8 +78,8 @@ def fuzz(a: argparse.Namespace) -> None:
     """Measure programs, confirm what looks bad in other processes, print and store."""
     until = time.time() + a.seconds
     records = _earlier(a.records)
-    seeds = [s for s in range(a.seed, a.seed + a.programs) if s not in records]
-    for block in (seeds[k : k + BLOCK] for k in range(0, len(seeds), BLOCK)):
+    left = [s for s in range(a.seed, a.seed + a.programs) if s not in records]
+    for block in (left[k : k + BLOCK] for k in range(0, len(left), BLOCK)):
         for r in in_process([f"seed:{s}" for s in block], a.budget, until):
             if measurement.is_suspect(r) and not r["is_short"]:
                 r = confirm(r, f"seed:{r['seed']}:{r['best']}", a.budget)
@@ -95,10 +96,10 @@ def fuzz(a: argparse.Namespace) -> None:
     if a.shrink:
         shrink_all(found)
     if a.write:
-        harness.write_json(HERE / "results.json", {"first_seed": a.seed, "programs": brief(found)})
-        harness.write_table(
-            HERE / "README.md", f"Seeds {a.seed} to {a.seed + a.programs - 1}.", *tables
-        )
+        file, table = ("results_newest.json", "newest") if a.newest else ("results.json", "table")
+        harness.write_json(HERE / file, {"first_seed": a.seed, "programs": brief(found)})
+        seeds = f"Seeds {a.seed} to {a.seed + a.programs - 1}."
+        harness.write_table(HERE / "README.md", seeds, *tables, name=table)
 
 
 def _earlier(path: Path | None) -> dict[int, dict[str, Any]]:
