@@ -33,6 +33,7 @@ from symjax_rewrite.ir.value_analysis import selected_case
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide, zero_of
 from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom, built
+from symjax_rewrite.rewriting.scales import apart
 from symjax_rewrite.rules.distributivity import splice
 
 
@@ -173,7 +174,7 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     law("tri(a)·a = cumsum(a)", a="ij", tri=lambda a: jnp.tri(len(a), dtype=a.dtype),
         cumsum=lambda a: jnp.cumsum(a, 0, a.dtype)),
     property=SPARSITY,
-    on=(CONTRACT,),
+    on=(CONTRACT, ADD),
     needs=(IOTA,),
 )  # fmt: skip
 def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
@@ -181,7 +182,9 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
     Σⱼ [i ≥ j + b]·f(j) is the prefix sum of f at i − b.
     """
-    p = ctx.opened(cls, node)
+    if node.op == ADD and len(node.args) > 1:
+        return
+    scale, p = apart(ctx.opened(cls, node))
     r = RightSide.of(ctx, triangular_prefix, cls, p.bound)
     for k, f in enumerate(() if is_half(r.dtype) else p.factors):
         test = triangle_of(ctx, f)
@@ -195,17 +198,19 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
             continue
         size = r.sizes[i]
-        if size != r.sizes[j] or p.coefficient != 1:
+        if size != r.sizes[j]:
             continue
         if shift and not (isinstance(size, int) and abs(shift) < size):
             continue
         # The prefix runs over j, which replaces output i.
         summed = [n for n in p.summed if n != j]
         moved = [g.moved(j, i) for g in rest]
-        for ref in built(r.product, moved, summed, precision=p.precision):
+        for ref in built(r.product, moved, summed, p.coefficient, p.precision):
             if i in ref.axes:
                 made = r.term(CUMSUM, (ref,), (i, reverse))
-                yield _shifted(r, made, i, -shift if reverse else shift, reverse) if shift else made
+                if shift:
+                    made = _shifted(r, made, i, -shift if reverse else shift, reverse)
+                yield r.scaled(scale, made)
 
 
 def _shifted(r: RightSide, ref: Ref, at: int, by: int, reverse: bool) -> Ref:

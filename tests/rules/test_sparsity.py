@@ -46,6 +46,15 @@ def test_products_with_few_diagonals_read_their_places(stencil):
     np.testing.assert_allclose(optimised(x), stencil(x.astype(np.float64)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scaled", [lambda t, x: t @ x / 300, lambda t, x: (t * 0.3) @ x])
+def test_multiples_of_prefix_sums_are_prefix_sums(scaled):
+    x = np.random.default_rng(0).normal(size=(300, 40)).astype(np.float32)
+    optimised = sym_optimize(lambda x: scaled(jnp.tri(300), x))
+    assert "triangular_prefix" in [r.name for r in optimised.explain(x).rules]
+    want = scaled(np.tri(300), x.astype(np.float64))
+    np.testing.assert_allclose(optimised(x), want, rtol=1e-4, atol=1e-4)
+
+
 def test_diagonals_that_may_cancel_stay_together():
     x = np.ones((N, N), np.float32)
     for close in (1.0, 0.9, np.eye(N, dtype=np.float32)):
