@@ -47,7 +47,8 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Distribute a contraction over a sum, if all terms but one are rounded products.
 
     The error of the distributed form is then that of the written form. If terms cancel, the
-    remainder of the computed terms already has an error of this size. LoRA is such a case.
+    remainder of the computed terms already has an error of this size. LoRA is such a case. The
+    other terms are added first: (x·W + b) − s is x·W + (b − s).
     """
     if not node.bound:
         return
@@ -57,6 +58,7 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         total = sum_node(ctx, f.cls)
         if total is None or ctx.g.classes[f.cls].dtype != dtype:
             continue
+        total = _with_exact_together(ctx, f.cls, total)
         if not _is_useful(ctx, cls, p, f, total):
             continue
         exact = not is_half(dtype)  # a mean in bfloat16 loses more than the product
@@ -68,6 +70,22 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             ctx.refuse("distribute", Obstacle.CANCELLATION("terms of unknown sign may cancel"), cls)
         else:
             yield from built(_distributed, RightSide.of(ctx, distribute, cls), p, k, total)
+
+
+def _with_exact_together(ctx: RuleContext, cls: int, total: Node) -> Node:
+    """Return a sum whose terms that are not rounded are one term, no larger than one of them.
+
+    The sum of these terms alone has an error of its own size, however they cancel.
+    """
+    terms = [*zip(total.attr, total.args, strict=True)]
+    exact = [(k, a) for k, a in terms if not is_rounded(ctx, a.cls)]
+    largest = max([{*a.axes} for _, a in exact], key=len, default=set())
+    if not 1 < len(exact) < len(terms) or any(not largest.issuperset(a.axes) for _, a in exact):
+        return total
+    others = [(k, a) for k, a in terms if (k, a) not in exact]
+    rest = RightSide.of(ctx, distribute, cls).sum(*exact)
+    attr, args = zip((1, rest), *others, strict=True)
+    return total._replace(attr=attr, args=args)
 
 
 def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> bool:

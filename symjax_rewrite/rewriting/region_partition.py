@@ -173,16 +173,36 @@ def _separates(g: EGraph, need: Needed, cls: int) -> bool:
 def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
     """Return the members of which every element is needed for any rewriting of their users.
 
-    Such members are results, or opaque terms read them, directly or through elementwise terms.
+    Such members are results, or opaque terms read them, directly or through elementwise terms. Or
+    they are elementwise in values that the region only reads, and parts of them are needed that
+    have all their elements: each part would be computed again for each of its own parts.
     """
-    whole: set[int] = set()
+    plain, whole = _elementwise_of_leaves(g, need, member), set[int]()
     for c in [c for c in reversed(need.order) if c in member]:  # users first
         users = need.users.get(c, ())
-        if c in need.outside or any(
-            u not in member or (u in whole and _is_spread(g, u, c)) for u in users
-        ):
+        read_whole = any(u not in member or (u in whole and _is_spread(g, u, c)) for u in users)
+        divided = c in plain and _is_divided(g, c, [u for u in users if u in whole])
+        if c in need.outside or read_whole or divided:
             whole.add(c)
     return whole
+
+
+def _is_divided(g: EGraph, cls: int, users: list[int]) -> bool:
+    """Return True if several parts of a value have at least as many elements as the value."""
+    parts = [u for u in users if node_of(g, u).op == SLICE]
+    size, *read = [product(g.classes[u].sizes) for u in (cls, *parts)]
+    return len(parts) > 1 and all(isinstance(n, int) for n in (size, *read)) and sum(read) >= size  # pyright: ignore[reportOperatorIssue]
+
+
+def _elementwise_of_leaves(g: EGraph, need: Needed, member: set[int]) -> set[int]:
+    """Return the members that are elementwise, or parts, of such members and of values outside."""
+    found: set[int] = set()
+    for c in need.order:
+        node = node_of(g, c)
+        plain = c in member and (_is_elementwise(node) or node.op == SLICE)
+        if plain and all(a.cls in found or a.cls not in member for a in node.args):
+            found.add(c)
+    return found
 
 
 def _is_spread(g: EGraph, user: int, cls: int) -> bool:

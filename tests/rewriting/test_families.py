@@ -221,6 +221,28 @@ def test_centred_kernels_are_as_accurate_at_an_offset(form):
     assert errors[1] <= 4 * errors[0] + 2e-4 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("form", ["one by one", "apart"])
+def test_terms_beside_a_product_are_added_before_they_are_summed(form):
+    """A mean of (P + b) − s is a mean of P and one of b − s, which is exact for close b and s."""
+
+    def mean(x, w, b, s):
+        return jnp.mean((x @ w + b) - s if form == "one by one" else b - (s - x @ w), 1)
+
+    x, w, b = random(specs("nd,do,o", {"n": 96, "d": 64, "o": 80}))
+    b = 1e4 * b
+    s = b * np.float32(1 + 1e-6)
+    report = sym_optimize(mean).explain(x, w, b, s)
+    assert "distribute" in [r.name for r in report.rules]
+    exact = in_float64(mean, x, w, b, s)
+    before, after = (evaluate(f.jaxpr, [x, w, b, s])[0] for f in (report.before, report.after))
+    assert np.abs(after - exact).max() <= np.abs(before - exact).max()
+
+    def of_pairs(x, w, b, s):
+        return jnp.mean((x @ w + b) - s[:, None], 1)
+
+    assert not sym_optimize(of_pairs).explain(x, w, b, x[:, 0]).rules
+
+
 def test_means_are_not_rounded_to_half_precision():
     def centred(x):
         return (jnp.eye(64, dtype=x.dtype) - jnp.ones((64, 64), x.dtype) / 64) @ x

@@ -36,6 +36,18 @@ def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
         assert max(len(r.classes) for r in regions) <= 8 * layers
 
 
+def test_halves_of_elementwise_products_are_read_from_them():
+    """A product of all entries is a tree of halves; each node was computed for each of its parts.
+
+    Its gradient took five times as long. Values of which parts remain unread are still cut.
+    """
+    x = jax.ShapeDtypeStruct((64, 128, 64), jnp.float32)
+    gradient = jax.grad(lambda x: jnp.sin(jnp.prod(x, 1)).sum())
+    assert not sym_optimize(gradient).explain(x).rules
+    part = sym_optimize(lambda x: jnp.sin((x * x)[:8]) + jnp.cos((x * x)[8:16]))
+    assert [r.name for r in part.explain(x).rules] == ["partial_access"]
+
+
 def test_equal_layers_are_solved_once_for_any_order_of_axes():
     """The first layer reads the embedding, so its classes have other numbers, and other axes."""
     B, T, D, F = 2, 16, 32, 64
