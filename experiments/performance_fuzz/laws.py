@@ -17,16 +17,17 @@ matrices with few columns, and of vectors with matrices of many rows; `product_r
 loops; `chained` and `looped` of `FoldFacts`. *Pieces*: slices of an array along its last axis, read
 and written in a loop; `piece_s` of `FoldFacts`. *Conflicts*: Xᵀ Y by the length of X's rows;
 `conflict_bytes` and `conflict_s` of `ProductLayouts`. *Batches*: products of small matrices, the
-left one stored transposed; `batched_s` of `ProductLayouts`. *Functions*: tanh of short rows, with a
-row added to each and by themselves; `unrolled` and `unrolled_row` of `FunctionSteps`. *Streams*:
-weighted means by a function of pairs, by the features of a value, and sums of squares of products
-by the features of a point; `library_features`, `library_shifted` and `square_features` of
-`FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of `FoldFacts`. *Copies*:
-a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small arrays, summed and
-multiplied by ones; `vector_sum_bytes` of `FusionFacts`. *Crossings*: the transpose added to a
-function of a product; `crossed_s` of `ProductLayouts`. *Places*: argmin beside min; `argmax` of
-`FoldFacts`. *Columns*: cumulative maxima as a tree and row by row; `tree_s`, `element_s` and
-`step_s` of `ColumnScanFacts`. What XLA fuses: `fusion_laws`.
+left one stored transposed; `batched_s` of `ProductLayouts`. *Heads*: products of small and of large
+matrices in a batch; `batch_share`, `batch_small` and `batch_large` of `FoldFacts`. *Functions*:
+tanh of short rows, with a row added to each and by themselves; `unrolled` and `unrolled_row` of
+`FunctionSteps`. *Streams*: weighted means by a function of pairs, by the features of a value, and
+sums of squares of products by the features of a point; `library_features`, `library_shifted` and
+`square_features` of `FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of
+`FoldFacts`. *Copies*: a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small
+arrays, summed and multiplied by ones; `vector_sum_bytes` of `FusionFacts`. *Crossings*: the
+transpose added to a function of a product; `crossed_s` of `ProductLayouts`. *Places*: argmin beside
+min; `argmax` of `FoldFacts`. *Columns*: cumulative maxima as a tree and row by row; `tree_s`,
+`element_s` and `step_s` of `ColumnScanFacts`. What XLA fuses: `fusion_laws`.
 """
 
 from __future__ import annotations
@@ -333,6 +334,15 @@ def batches() -> None:
         print(f"{count:3} of {m} x {k} x {n}: {1e9 * (slow - fast) / count:.0f} ns a matrix")
 
 
+def heads(features: int = 32) -> None:
+    """Print the rates of batches of products, by the rows of both operands."""
+    for count, rows in itertools.product((4, 16), (32, 64, 128, 256, 512)):
+        a, b = array(count, rows, features), array(count, rows, features)
+        seconds = seconds_of(lambda a, b: a @ b.swapaxes(1, 2), a, b)
+        rate = 2e-9 * count * rows * rows * features / seconds
+        print(f"{count:2} products of {rows:3} x {features} x {rows:3}: {rate:.0f} GFLOP/s")
+
+
 def functions(elements: int = 2_000_000) -> None:
     """Print the times of a function of rows, with broadcasts, without them, and in a reduction."""
     forms = {
@@ -472,6 +482,7 @@ def main() -> None:
         pieces()
         conflicts()
         batches()
+        heads()
         functions()
         streams()
         lookups()

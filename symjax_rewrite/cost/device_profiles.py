@@ -340,6 +340,7 @@ CPU = Device(
     folds=FoldFacts(
         fused_steps_per_s=16e9,
         product_share=1.4,
+        batch_share=1.9 if jax.__version_info__ >= (0, 11) else 1.0,
         streams=True,
         writes_blocks=False,
         single_rows=False,

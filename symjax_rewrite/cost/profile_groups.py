@@ -169,6 +169,11 @@ class FoldFacts:
     product_share: float = quantity(
         "1", "of the rate of products of matrices that products over pairs reach", FOLDS, 1.0
     )
+    batch_share: float = quantity(
+        "1", "times the rate of small products that large ones of a batch reach; 1: no law", LAWS, 1
+    )
+    batch_small: float = quantity("operations", "of a small product of a batch", LAWS, 1 << 18)
+    batch_large: float = quantity("operations", "of a large one", LAWS, 1 << 23)
     streams: bool = fact("folds run as loops over blocks, no kernels", False)
     writes_blocks: bool = fact("a tile in no kernel is written between operations", True)
     single_rows: bool = quantity("yes/no", "pairs of one row are worth a fold", JUDGED, True)

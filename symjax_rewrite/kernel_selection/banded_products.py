@@ -22,6 +22,7 @@ from jax import lax
 from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.batched_products import batch_seconds
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import BandedBlocks
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
@@ -161,19 +162,27 @@ class _BandedSelection:
             seconds = self._seconds(cls, row, blocks)
             if not best or margins.pays(least, seconds, "blocks", self.device):
                 best, least = blocks, seconds
-        return best, (self.model.product_seconds(self.t.graph, cls, node), least)
+        written = batch_seconds(node, _space(self.t, cls), self._dtype(cls), self.device)
+        if written is None:
+            written = self.model.product_seconds(self.t.graph, cls, node)
+        return best, (written, least)
+
+    def _dtype(self, cls: int) -> str:
+        return self.t.graph.classes[cls].dtype
 
     def _seconds(self, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
         """Return the seconds of the blocks' products, operand slices and joined results."""
         d, classes, node = self.device, self.t.graph.classes, node_of(self.t.graph, cls)
-        sizes, dtype = _space(self.t, cls), classes[cls].dtype
+        sizes, dtype = _space(self.t, cls), self._dtype(cls)
         total = 0.0
         for b in blocks:
             sizes[row], sizes[node.out] = b.shape
             moved = math.prod(sizes[: node.out]) * itemsize(dtype)
             for a in node.args:
                 moved += math.prod(sizes[i] for i in a.axes) * itemsize(classes[a.cls].dtype)
-            product = 2 * math.prod(sizes) / d.peak(dtype)
+            product = batch_seconds(node, sizes, dtype, d)
+            if product is None:
+                product = 2 * math.prod(sizes) / d.peak(dtype)
             total += product + moved / self.bands.copied_bytes_per_s
         return total + 3 * len({b.shape for b in blocks}) * d.launch_s
 

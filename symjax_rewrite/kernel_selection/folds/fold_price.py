@@ -28,6 +28,7 @@ from symjax_rewrite.kernel_selection.folds.feature_loops import loop_lengths, st
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
 from symjax_rewrite.kernel_selection.folds.written_price import (
     bytes_whole,
+    gained_in_batches,
     seconds_streamed,
     seconds_whole,
 )
@@ -106,6 +107,7 @@ def compared(
         fresh = min(fresh, largest_bytes(t, cluster) // calls)
     fast = with_temporaries(device, fresh)
     whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, fast)
+    whole -= gained_in_batches(t, cluster, device, fast)
     fresh_s = calls * device.page_seconds(fresh)
     whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)

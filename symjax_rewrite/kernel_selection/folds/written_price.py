@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+from symjax_rewrite.cost.batched_products import batch_seconds
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.node_steps import weight
@@ -74,6 +75,22 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in ends)
     cut = 2 * sum(bytes_of(t, c) for c in stored) / device.bytes_per_s
     return seconds + across + cut + steps / folds.fused_steps_per_s
+
+
+def gained_in_batches(t: TermGraph, cluster: Cluster, device: Device, fast: Device) -> float:
+    """Return the seconds by which batches of products take less than `fast` prices them."""
+    if device.folds.batch_share <= 1:
+        return 0.0
+    choice, mine, _, _ = written_terms(t, cluster)
+    model, gained = CostModel(fast, t.number, terms=t), 0.0
+    for c in mine:
+        value = t.graph.classes[c]
+        sizes = [t.number(s) for s in (*value.sizes, *choice[c].bound)]
+        seconds = batch_seconds(choice[c], sizes, value.dtype, device)
+        if seconds is not None:
+            facts = model.facts_of(t.graph, c, choice[c])
+            gained += (facts.flops or 0.0) / facts.peak + facts.packing - seconds
+    return gained
 
 
 def _is_selected(t: TermGraph, m: ClusterMember, device: Device) -> bool:
