@@ -26,6 +26,7 @@ from symjax_rewrite.rewriting.region_partition import (
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import (
+    Ordered,
     least_seconds,
     nearest,
     products_seconds,
@@ -144,6 +145,7 @@ def _without_savings(
     g, search = t.graph, device.search
     places = Counter(r.key for r in regions)
     reasons: dict[Key, str] = {}
+    ordered: Ordered = {}
     least_whole_s = products_seconds(g, terms.need.order, model)
     little = Obstacle.SHARE(f"{NOT_SEARCHED}{margins.little(device)}")
     for key, region in {r.key: r for r in regions}.items():
@@ -156,20 +158,20 @@ def _without_savings(
         if not margins.gains_share(saved_s, least_whole_s, "program", device):
             reasons[key] = little
             continue
-        if not t.dim_env and _is_in_best_order(terms, region, cost):
+        if not t.dim_env and _is_in_best_order(terms, region, cost, ordered):
             reasons[key] = Obstacle.SHARE(f"{NOT_SEARCHED}the order of products is the best")
         elif not margins.gains_share(saved_s, whole_s(), "program", device):
             reasons[key] = little
     return reasons
 
 
-def _is_in_best_order(terms: Terms, region: Region, cost: Cost) -> bool:
+def _is_in_best_order(terms: Terms, region: Region, cost: Cost, ordered: Ordered) -> bool:
     """Return True if no form of a region pays by the order of its products.
 
-    cost: of the region as written.
+    cost: of the region as written. ordered: products whose best order is known.
     """
     for by_factors in (False, True):
-        least = least_seconds(terms.t.graph, region, terms.model, by_factors)
+        least = least_seconds(terms.t.graph, region, terms.model, ordered, by_factors)
         if least is None:
             return False
         if not margins.pays(cost.seconds, least, "dominating", terms.model.device):

@@ -123,17 +123,21 @@ def nearest(g: EGraph, classes: Sequence[int], model: CostModel) -> list[int]:
     return sorted(found)
 
 
+Ordered = dict[tuple, float | None]  # seconds of products in their best orders, by factors
+
+
 def least_seconds(
-    g: EGraph, region: Region, model: CostModel, by_factors: bool = False
+    g: EGraph, region: Region, model: CostModel, ordered: Ordered, by_factors: bool = False
 ) -> float | None:
     """Return the cost of a region in any form, or None if a law might save work of a product.
 
-    by_factors: True for another bound, where products are summed with arrays of their size: the
-    reader of such a sum multiplies an array of this size, the sum or its summand.
+    ordered: the products of this model whose best order is known; others are added. by_factors:
+    True for another bound, where products are summed with arrays of their size: the reader of such
+    a sum multiplies an array of this size, the sum or its summand.
     """
     values: dict[int, _Value | None] = {c: _Value.of(c) for c in region.leaves}
     needed = cone(region.roots, lambda c: () if c in values else _operands(node_of(g, c)))
-    flat = _FlatProducts(g, region, model, needed)
+    flat = _FlatProducts(g, region, model, needed, ordered)
     for c in region.classes:
         node = node_of(g, c)
         if c in values:
@@ -192,18 +196,21 @@ Parts = tuple[int, frozenset[int]]  # a factor, with the classes of which it hol
 class _FlatProducts:
     """The products of a region as products of factors.
 
-    Names of indices are bits: first the slots of the class, and from `FIRST_BOUND` the indices that
-    are summed. Of a sum with one product among its terms the product counts. A result that other
-    products read, or a product that is read twice, is a factor of these, or is opened: both are
-    kept. Of a sum of several products each is made, if they have no common factor and no product
-    reads the sum. Operands of slices, concatenations and gathers count as results, and their
-    results as inputs.
+    Names of indices are numbers: first the slots of the class, and from `FIRST_BOUND` the indices
+    that are summed. Of a sum with one product among its terms the product counts. A result that
+    other products read, or a product that is read twice, is a factor of these, or is opened: both
+    are kept. Of a sum of several products each is made, if they have no common factor and no
+    product reads the sum. Operands of slices, concatenations and gathers count as results, and
+    their results as inputs.
 
-    needed: the classes that the roots need. whole: the classes needed as a whole.
+    needed: the classes that the roots need. ordered: as in `least_seconds`. whole: the classes
+    needed as a whole.
     """
 
-    def __init__(self, g: EGraph, region: Region, model: CostModel, needed: set[int]) -> None:
-        self.g, self.region, self.model = g, region, model
+    def __init__(
+        self, g: EGraph, region: Region, model: CostModel, needed: set[int], ordered: Ordered
+    ) -> None:
+        self.g, self.region, self.model, self.ordered = g, region, model, ordered
         self.roots = set(region.roots)
         self.whole, sliced = set(region.roots), defaultdict[int, float](float)
         for c in needed.difference(region.leaves):
@@ -337,29 +344,44 @@ class _FlatProducts:
 
     def _ordered(self, cls: int, factors: Factors) -> float | None:
         """Return the seconds of a product in its best order; only sums count."""
-        of, model = self.g.classes[cls], self.model
-        size, out, joins = itemsize(of.dtype), len(of.sizes), model.joins(of.dtype)
+        of = self.g.classes[cls]
         sizes: Any = dict(enumerate(of.sizes)) | dict(enumerate(self.sizes, FIRST_BOUND))
+        read = sorted({*range(len(of.sizes)), *[i for _, axes in factors for i in axes]})
+        bit = {i: 1 << n for n, i in enumerate(read)}
+        masks = tuple([sum([bit[i] for i in axes]) for _, axes in factors])
+        key = (of.dtype, len(of.sizes), tuple([sizes[i] for i in read]), masks)
+        if key not in self.ordered:
+            self.ordered[key] = _best_seconds(self.model, *key)
+        return self.ordered[key]
 
-        @functools.cache
-        def count(mask: int) -> int:
-            size = 1
-            while mask:
-                last = mask.bit_length() - 1
-                size *= sizes[last]
-                mask ^= 1 << last
-            return size
 
-        def seconds(left: int, right: int, kept: int) -> float:
-            if not left & right & ~kept:
-                return 0.0
-            moved = size * (count(left) + count(right)), size * count(kept)
-            rows = rows_of(left, right, kept, count)
-            return joins(2 * count(left | right), *moved, rows)
+def _best_seconds(
+    model: CostModel, dtype: str, out: int, sizes: tuple[int, ...], masks: Sequence[int]
+) -> float | None:
+    """Return the seconds of a product in its best order; None if it has too many orders.
 
-        masks = [sum([1 << i for i in axes]) for _, axes in factors]
-        found = best_order(masks, (1 << out) - 1, seconds, Pairs.of(MOST_PAIRS))
-        return None if found is None else found[1]
+    out: the number of its outputs, the first indices. masks: the indices of each factor.
+    """
+    size, joins = itemsize(dtype), model.joins(dtype)
+
+    @functools.cache
+    def count(mask: int) -> int:
+        size = 1
+        while mask:
+            last = mask.bit_length() - 1
+            size *= sizes[last]
+            mask ^= 1 << last
+        return size
+
+    def seconds(left: int, right: int, kept: int) -> float:
+        if not left & right & ~kept:
+            return 0.0
+        moved = size * (count(left) + count(right)), size * count(kept)
+        rows = rows_of(left, right, kept, count)
+        return joins(2 * count(left | right), *moved, rows)
+
+    found = best_order(masks, (1 << out) - 1, seconds, Pairs.of(MOST_PAIRS))
+    return None if found is None else found[1]
 
 
 def _repeats(one: Sequence[Parts], other: Sequence[Parts] = ()) -> bool:

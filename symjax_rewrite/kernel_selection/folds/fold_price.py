@@ -43,6 +43,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     library_calls,
     stores_no_term,
     transposed_pairs_seconds,
+    written_terms,
 )
 from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
@@ -93,12 +94,13 @@ def compared(
 
     beside_s: seconds of fresh memory that stored terms need beside other temporaries.
     """
-    library = is_in_library(t, cluster, device)
-    inside = library and is_all_in_library(t, cluster)
+    written = written_terms(t, cluster)
+    library = is_in_library(t, cluster, written, device)
+    inside = library and is_all_in_library(written)
     few = inside and stores_no_term(t, cluster, device)
     moved_s = transposed_pairs_seconds(t, cluster, device)
-    streamed = not moved_s and (few or is_streamed(t, cluster, device))
-    fresh = 0 if streamed else bytes_whole(t, cluster, device, library)
+    streamed = not moved_s and (few or is_streamed(t, cluster, written, device))
+    fresh = 0 if streamed else bytes_whole(t, written, device, library)
     copied = largest_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
     copies = 0 if streamed else copied * (1 + library)
     fresh, calls, apart = fresh + copies, 1, inside and not copies
@@ -106,8 +108,8 @@ def compared(
         calls = library_calls(cluster, device)
         fresh = min(fresh, largest_bytes(t, cluster) // calls)
     fast = with_temporaries(device, fresh)
-    whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, fast)
-    whole -= gained_in_batches(t, cluster, device, fast)
+    whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, written, fast)
+    whole -= gained_in_batches(t, written, device, fast)
     fresh_s = calls * device.page_seconds(fresh)
     whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)

@@ -24,20 +24,22 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     is_product,
 )
 from symjax_rewrite.kernel_selection.folds.written_terms import (
+    WrittenTerms,
     calls_on,
     cut_terms,
     fused_terms,
     is_masked,
     is_reduction,
     rows_reduced,
-    written_terms,
 )
 from symjax_rewrite.kernel_selection.partial_sort import SELECTED
 
 
-def seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
+def seconds_streamed(
+    t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device
+) -> float:
     """Return seconds of products and their reductions in one loop, which writes no term."""
-    choice, mine, reduced, _ = written_terms(t, cluster)
+    choice, mine, reduced, _ = written
     model = CostModel(device, t.number, terms=t)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
@@ -47,12 +49,12 @@ def seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     return products + max(steps, moved / device.bytes_per_s)
 
 
-def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
+def seconds_whole(t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written.
 
     Fresh memory is counted for the results of XLA's own routines, and not for terms.
     """
-    choice, mine, reduced, roots = written_terms(t, cluster)
+    choice, mine, reduced, roots = written
     kept, folds = replace(device.memory, kept_bytes=math.inf), device.folds
     model = CostModel(replace(device, memory=kept), t.number, terms=t)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
@@ -77,11 +79,11 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     return seconds + across + cut + steps / folds.fused_steps_per_s
 
 
-def gained_in_batches(t: TermGraph, cluster: Cluster, device: Device, fast: Device) -> float:
+def gained_in_batches(t: TermGraph, written: WrittenTerms, device: Device, fast: Device) -> float:
     """Return the seconds by which batches of products take less than `fast` prices them."""
     if device.folds.batch_share <= 1:
         return 0.0
-    choice, mine, _, _ = written_terms(t, cluster)
+    choice, mine = written.choice, written.mine
     model, gained = CostModel(fast, t.number, terms=t), 0.0
     for c in mine:
         value = t.graph.classes[c]
@@ -168,12 +170,12 @@ def _reduced(m: ClusterMember) -> int:
     return m.count(mine)
 
 
-def bytes_whole(t: TermGraph, cluster: Cluster, device: Device, in_library: bool = False) -> int:
+def bytes_whole(t: TermGraph, terms: WrittenTerms, device: Device, in_library: bool = False) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written.
 
     in_library: masked scores are read where they are (`is_in_library`).
     """
-    choice, mine, reduced, roots = written_terms(t, cluster)
+    choice, mine, reduced, roots = terms
 
     def operands(c: int) -> list[int]:
         return [a.cls for a in choice[c].args if a.cls in mine]

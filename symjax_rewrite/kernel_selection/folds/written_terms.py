@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import KNOWN, REDUCED, is_cut, is_known
@@ -20,13 +21,21 @@ from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMem
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements, is_elementwise
 
 
-def written_terms(
-    t: TermGraph, cluster: Cluster
-) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
-    """Return a cluster's nodes as written, its terms, its reductions, and the values in memory.
+class WrittenTerms(NamedTuple):
+    """The terms of a cluster as written.
 
-    These are the reductions, and the operands of XLA's own routines.
+    choice: the nodes of its terms and of their operands. mine: its terms. reduced: its reductions.
+    roots: the values in memory, which are the reductions and the operands of XLA's own routines.
     """
+
+    choice: dict[int, Node]
+    mine: set[int]
+    reduced: list[int]
+    roots: tuple[int, ...]
+
+
+def written_terms(t: TermGraph, cluster: Cluster) -> WrittenTerms:
+    """Return the terms of a cluster as written."""
     reduced = sorted({m.reduction.cls for m in cluster.members})
     mine = {
         *reduced,
@@ -36,10 +45,11 @@ def written_terms(
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     choice = {c: node_of(t.graph, c) for c in mine | reached}
     native = {a.cls for c in reduced if choice[c].op == NATIVE for a in choice[c].args}
-    return choice, mine, reduced, (*reduced, *sorted((native & mine).difference(reduced)))
+    roots = (*reduced, *sorted((native & mine).difference(reduced)))
+    return WrittenTerms(choice, mine, reduced, roots)
 
 
-def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+def is_streamed(t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device) -> bool:
     """Return True if XLA computes a cluster in one loop too, without its terms in memory.
 
     XLA fuses one product, a chain of elementwise operations that are each read once, and one sum or
@@ -54,7 +64,7 @@ def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
         map(m.pair.holds, m.reduction.args)
     ):
         return False
-    choice, mine, reduced, _ = written_terms(t, cluster)
+    choice, mine, reduced, _ = written
     inner = [choice[c] for c in mine if c != m.reduction.cls]
     readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
     products = [c for c in mine if c != m.reduction.cls and is_dot(choice[c])]
@@ -85,7 +95,7 @@ def _fuses(node: Node) -> bool:
     return is_elementwise(node) and (node.op != MAP or node.attr[0] in KNOWN)
 
 
-def is_in_library(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+def is_in_library(t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device) -> bool:
     """Return True if XLA computes a cluster in one call of its library, from many rows on.
 
     Its terms must end in one result, such as softmax(s) v, or a difference of two softmaxes.
@@ -99,7 +109,7 @@ def is_in_library(t: TermGraph, cluster: Cluster, device: Device) -> bool:
         return False
     if rows_reduced((weighted or sums)[0]) < device.folds.library_rows:
         return False
-    choice, mine, _, _ = written_terms(t, cluster)
+    choice, mine = written.choice, written.mine
     if not all(choice[c].op in (CONTRACT, REDUCE) or is_elementwise(choice[c]) for c in mine):
         return False
     return (plain, len(weighted)) == (1, 1) or _ends_in_one(t, cluster)
@@ -113,9 +123,9 @@ def _ends_in_one(t: TermGraph, cluster: Cluster) -> bool:
     return sum(m.reduction.cls not in below for m in cluster.members) == 1
 
 
-def is_all_in_library(t: TermGraph, cluster: Cluster) -> bool:
+def is_all_in_library(written: WrittenTerms) -> bool:
     """Return True if a softmax has scores that the library computes too; it selects no values."""
-    choice, mine, _, _ = written_terms(t, cluster)
+    choice, mine = written.choice, written.mine
     maps = {choice[c].attr[0] for c in mine if choice[c].op == MAP}
     known = all(choice[c].op in (CONTRACT, REDUCE, ADD, MAP) for c in mine)
     return known and maps <= KNOWN
