@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.rewriting import region_solver
+from symjax_rewrite.rewriting import region_solver, search_bounds
 from tests.profiles import changed
 
 
@@ -106,3 +106,22 @@ def test_products_are_searched_unless_their_order_is_the_best(monkeypatch, produ
     arrays = [_spec(*s) for s in ((512, 256), (256, 8), (8, 256), (256, 256), (256, 256))]
     sym_optimize(f).explain(*arrays, layers)
     assert bool(sizes) is searched
+
+
+def test_the_best_order_of_a_product_is_searched_once(monkeypatch):
+    """Two bounds of a region ask for it, and so do regions that are alike but for scales."""
+    found = []
+    search = search_bounds._best_seconds
+    monkeypatch.setattr(
+        search_bounds, "_best_seconds", lambda model, *key: found.append(key) or search(model, *key)
+    )
+
+    def f(x, ws):
+        for n, (a, b) in enumerate(ws):
+            x = jnp.tanh(n * (x @ a) @ b)
+        return x
+
+    weights = [(_spec(256, 256), _spec(256, 256))] * 12
+    sym_optimize(f).explain(_spec(256, 256), weights)
+    assert found
+    assert len(found) == len({*found})

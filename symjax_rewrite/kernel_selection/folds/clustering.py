@@ -281,9 +281,13 @@ def _paired(found: Reduction, pair: Pair, least: int) -> ClusterMember | None:
     if not any(set(space) == set(a.axes) for a in held):
         return None  # the product is larger than its factors
     bounds = [pair.bounds(a) for a in held]
-    if any(b.read > pairs for b in bounds) or not (found.keys or any(b.meets for b in bounds)):
+    if any(b.is_large or b.read > pairs for b in bounds):
+        return None
+    if not (found.keys or any(b.meets for b in bounds)):
         return None
     tile = explore(pair, held, found.keys)
+    if tile is None and len(held) == 1 and not found.keys:
+        pair.note_large(held[0])
     if tile is None or not _meets(found, pair, tile, space) or (found.kind == "at" and tile.looked):
         return None
     if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):

@@ -101,11 +101,13 @@ class Bounds(NamedTuple):
     """Bounds of a tile that is not explored.
 
     read: at most the elements of the largest value that it reads whole or by row. meets: False if
-    no row operand and column operand are combined in it.
+    no row operand and column operand are combined in it. is_large: True if it is known to be too
+    large, since it is or contains a tile that was explored.
     """
 
     read: int
     meets: bool
+    is_large: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -162,8 +164,7 @@ class Pair:
         """
         if reads_twice(ref):
             return Bounds(elements(self.t, ref.cls), False)
-        row = None if self.single is not None else ref.axes.index(self.row)
-        start, known = (ref.cls, row, ref.axes.index(self.column)), self.known_bounds
+        start, known = self._slots(ref), self.known_bounds
         opened: dict[Slots, tuple[Bounds, list[Slots]]] = {}
         stack = [start]
         while stack:
@@ -175,11 +176,20 @@ class Pair:
             stack.pop()
             if key not in known:
                 own, keys = opened[key]
-                for inner in [known[k] for k in keys]:
-                    if inner.read > own.read or (inner.meets and not own.meets):
-                        own = Bounds(max(own.read, inner.read), own.meets or inner.meets)
+                if keys:
+                    reads, meet, large = zip(own, *[known[k] for k in keys], strict=True)
+                    own = Bounds(max(reads), any(meet), any(large))
                 known[key] = own
         return known[start]
+
+    def note_large(self, ref: Ref) -> None:
+        """Record that the tile which computes a reference is too large, and all that contain it."""
+        key = self._slots(ref)
+        self.known_bounds[key] = self.bounds(ref)._replace(is_large=True)
+
+    def _slots(self, ref: Ref) -> Slots:
+        row = None if self.single is not None else ref.axes.index(self.row)
+        return ref.cls, row, ref.axes.index(self.column)
 
     def _step_bounds(self, cls: int, row: int | None, column: int) -> tuple[Bounds, list[Slots]]:
         """Return the bounds of one step of a tile, and its pairwise operands."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.kernel_selection.folds import clustering
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair
 from symjax_rewrite.pallas_kernels.fold import tiling
 from symjax_rewrite.pallas_kernels.fold.fold import fold
@@ -432,3 +433,21 @@ def test_a_stream_of_residuals_is_read_once(monkeypatch):
 
     few, more, most = map(count, (4, 6, 8))
     assert most - more == more - few > 0
+
+
+def test_a_tile_that_is_too_large_is_explored_once(monkeypatch):
+    """The gradients of a network read streams of residuals, each a part of the next."""
+    explored = []
+    explore = clustering.explore
+    monkeypatch.setattr(
+        clustering, "explore", lambda *args: explored.append(explore(*args)) or explored[-1]
+    )
+
+    def f(x, y):
+        pairs = x[:, None] - y[None]
+        for _ in range(300):
+            pairs = jnp.sin(pairs)
+        return jnp.sum(pairs, 1), jnp.sum(jnp.cos(pairs), 1)
+
+    sym_optimize(f).explain(*[jax.ShapeDtypeStruct((2000,), "f4")] * 2)
+    assert explored == [None]
