@@ -14,12 +14,14 @@ from symjax_rewrite import Options, packs, policy, sym_optimize
 from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.codegen.emission import run
 from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.joined_calls import joins_calls
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.optimizer import Optimiser
+from symjax_rewrite.reports.program_cost import ProgramTerms
 
 
 @dataclass(eq=False)
@@ -236,6 +238,24 @@ def test_a_call_that_reduces_again_is_not_cut_for_one_of_its_sums(goes_on):
     f = sym_optimize(jax.grad(energy), device=device, kernels="off")
     points = jax.ShapeDtypeStruct((500, 64), jnp.float32)
     assert bool(f.explain(points, points).rules) is not goes_on
+
+
+@pytest.mark.parametrize("points, is_kept", [(300, True), (50, False)])
+def test_a_call_that_goes_on_is_not_cut(points, is_kept):
+    """Both gradients read one array; the call that computes it stores no differences.
+
+    Fewer than 4,096 distances end their call, which reads differences that are stored.
+    """
+
+    def energy(x, y):
+        return jnp.sum(jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)))
+
+    x = jax.ShapeDtypeStruct((points, 64), jnp.float32)
+    terms = ProgramTerms.of(flatten(jax.make_jaxpr(jax.grad(energy, (0, 1)))(x, x)))
+    assert joins_calls(terms.t, terms.need, terms.model(CPU, {})) is is_kept
+    if is_kept:
+        f = sym_optimize(jax.grad(energy, (0, 1)), device=CPU, kernels="off")
+        assert not f.explain(x, x).rules
 
 
 def test_two_transposes_are_none():

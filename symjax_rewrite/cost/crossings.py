@@ -27,7 +27,7 @@ def crossed_steps(facts: Mapping[int, Any], kernel: Sequence[int], device: Devic
     across their rows; the largest one stands for all.
 
     Args:
-        facts: of every class (`term_cost.Facts`).
+        facts: of every class (`node_facts.Facts`).
         kernel: the classes that it computes, each after those that read it.
         device: has laws of layouts.
     """

@@ -1,7 +1,7 @@
-"""Calls of XLA's library that reduce again what they have reduced (`FoldFacts.calls_go_on`).
+"""Calls of XLA's library that go on after a reduction, to what reads it or to another reduction.
 
-Such a call stores nothing between both reductions, so that a rewriting of one of them is no gain by
-its own price: what it cuts off is stored.
+Such a call stores nothing between both, so that a rewriting of one of them is no gain by its own
+price: what it cuts off is stored.
 """
 
 from __future__ import annotations
@@ -12,18 +12,9 @@ from symjax_rewrite.ir.term_graph import TermGraph
 
 
 def joins_calls(t: TermGraph, need: Needed, model: CostModel) -> bool:
-    """Return True if a call of a program reduces what it has reduced."""
-    if not model.device.folds.calls_go_on:
-        return False
+    """Return True if a call of a program goes on after a reduction."""
     facts = {c: model.facts_of(t.graph, c, node_of(t.graph, c)) for c in need.order}
-    if sum([f.is_called for f in facts.values()]) < 2:
+    if not any(f.is_called for f in facts.values()):
         return False
-    written = model.written(facts, tuple(sorted(need.outside)), set())
-    inside: set[int] = set()  # calls
-    for c in reversed(need.order):
-        f = facts[c]
-        if c in inside and f.is_called and c not in written:
-            return True
-        if f.is_called or (c in inside and c not in written):
-            inside.update(f.args)
-    return False
+    _, groups = model.grouped(facts, tuple(sorted(need.outside)), set())
+    return any(f.is_called and groups.get(c, c) != c for c, f in facts.items())

@@ -27,6 +27,7 @@ LACKING = {  # by operation, those whose results it has not
     **{end: ENDS - {end} for end in ENDS},
 }
 REDUCED = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
+LEAST_ELEMENTS = 1 << 12  # of what a call computes after a reduction, or of an operand of that
 WHOLE_ROW = 32  # elements: XLA reduces longer rows of integers in pieces, out of memory
 
 
@@ -44,6 +45,16 @@ def is_outside(node: Node, operands: Iterable[str]) -> bool:
     operands: names of the functions that compute its operands.
     """
     return node.op == op.DELTA or (node.op == op.MAP and not is_known(node.attr[0], operands))
+
+
+def is_followed(node: Node, is_called: bool) -> bool:
+    """Return True for a term that a call computes too if it reads what the call has reduced.
+
+    is_called: whether the term is a reduction of the library's.
+    """
+    if node.op == op.MAP:
+        return is_known(node.attr[0], ())
+    return is_called or (node.op in (op.ADD, op.CONTRACT) and not node.bound)
 
 
 def is_cut(e: Equation) -> bool:

@@ -12,6 +12,7 @@ from symjax_rewrite.cost.node_steps import VECTORISED
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.products import HALF
 from symjax_rewrite.ir.sizes import Dim, from_jax
+from symjax_rewrite.ir.term import Node
 
 REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 BY_ORDER = REDUCED | VECTORISED  # equations whose prices depend on the order of axes in memory
@@ -87,3 +88,14 @@ def _column_steps(
     if not columns.are_slow(outside, 4 * width) or is_product_with_vector(made, makers):
         return 0.0
     return columns.sum_s * device.folds.fused_steps_per_s
+
+
+def reduces_rows(node: Node, made: Equation | None) -> bool:
+    """Return True for a reduction of the last axis of an operand.
+
+    made: the equation that it is written as, which has the order in memory; None for other forms.
+    """
+    if made is not None and made.name in REDUCED:
+        x: Any = made.eqn.invars[0].aval
+        return x.ndim - 1 in made.eqn.params["axes"]
+    return any(a.axes and a.axes[-1] >= node.out for a in node.args)

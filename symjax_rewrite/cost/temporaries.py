@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.library_calls import is_cut, is_outside
+from symjax_rewrite.cost.node_facts import Facts
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
-from symjax_rewrite.cost.term_cost import CostModel, Facts
+from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.cost.transposed_copies import copied_operands
 from symjax_rewrite.ir.dataflow import Needed, node_of, numbers, walk
 from symjax_rewrite.ir.flat_program import Program

@@ -13,20 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from symjax_rewrite.cost.crossings import crossed_steps, is_turned
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import is_outside
+from symjax_rewrite.cost.library_calls import LEAST_ELEMENTS, is_followed, is_outside
+from symjax_rewrite.cost.node_facts import Facts, work_of
 from symjax_rewrite.cost.node_steps import (
     VECTORISED,
     ElementwiseWork,
     diagonals,
     functions_of,
-    in_one,
     weight,
 )
-from symjax_rewrite.cost.row_steps import BY_ORDER, REDUCED, RowSteps, row_steps
+from symjax_rewrite.cost.row_steps import BY_ORDER, REDUCED, RowSteps, reduces_rows, row_steps
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder
 from symjax_rewrite.ir.egraph import EGraph
@@ -100,38 +100,6 @@ def is_thin(node: Node) -> bool:
         return False
     a, b = (set(x.axes) for x in node.args)
     return (a < b or b < a) and any(i < node.out for i in a & b)
-
-
-class Facts(NamedTuple):
-    """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
-
-    parts: operands of which it reads a part: those of a slice, and those read along a diagonal.
-    is_turned: True if it reads an operand in another order of axes.
-    is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
-    packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
-    traffic, for fresh memory, if its value is written. is_called: True for a reduction that a call
-    of the library computes. is_group: True for a reduction or a part whose operands are computed
-    for it alone in its kernel. function: name of its function, or "". rows: steps that
-    follow from the order of its axes. row: elements of its last axis.
-    """
-
-    node: Node
-    args: tuple[int, ...]
-    parts: tuple[int, ...]
-    is_turned: bool
-    is_kernel: bool
-    is_free: bool
-    bytes: float
-    work: ElementwiseWork
-    flops: float | None  # None for a fused loop
-    peak: float
-    packing: float
-    pages: float
-    is_called: bool
-    is_group: bool
-    function: str
-    rows: RowSteps
-    row: float
 
 
 class CostModel:
@@ -403,6 +371,7 @@ class CostModel:
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
         is_called = is_called and c.dtype in ("float32", "float64")
+        in_calls = self.has_calls and space >= LEAST_ELEMENTS and is_followed(node, is_called)
         rows = RowSteps()
         if made is not None and made.name in (REDUCED if is_called else VECTORISED):
             found = row_steps(made, functions, space, self._count, self._makers, self.device)
@@ -412,7 +381,8 @@ class CostModel:
         function = node.attr[0] if kind == op.MAP else ""
         return (
             is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
-            is_called, reduces or kind not in ELEMENTWISE, function,
+            is_called, reduces or kind not in ELEMENTWISE, in_calls,
+            is_called and reduces_rows(node, made), function,
             rows, self._count(c.sizes[-1:]),
         )  # fmt: skip
 
@@ -437,32 +407,48 @@ class CostModel:
             roots: classes that are written in any case.
             given: classes that are known before.
         """
+        return self.grouped(facts, roots, given)[0]
+
+    def grouped(
+        self, facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]
+    ) -> tuple[set[int], dict[int, int]]:
+        """Return the classes that are written, and the group for which each reads its operands.
+
+        The arguments are those of `written`.
+        """
         groups: dict[int, set[int]] = {}  # that read a class
-        written = set(roots)
+        mine: dict[int, int] = {}
+        written, ended = set(roots), set[int]()  # the second: read by what no call computes
         for cls in reversed(facts):
-            f = facts[cls]
-            if f.is_kernel or len(groups.get(cls, ())) > 1:
+            f, readers = facts[cls], groups.get(cls, {cls})
+            if f.is_kernel or len(readers) > 1:
                 written.add(cls)
             if cls in given:
                 continue
             if f.is_kernel:
                 written.update(f.args)
-            mine = groups.get(cls, {cls})
-            if cls in written or not self.is_with(f, facts.get(next(iter(mine)))):
-                mine = {cls}
+            if not f.in_calls:
+                ended.update(f.args)
+            group = next(iter(readers))
+            is_with = cls not in written and self.is_with(f, facts[group], cls in ended)
+            mine[cls] = group if is_with else cls
             for arg in f.args:
-                groups.setdefault(arg, set()).update(mine)
-        return written
+                groups.setdefault(arg, set()).add(mine[cls])
+        return written, mine
 
-    def is_with(self, f: Facts, group: Facts | None) -> bool:
+    def is_with(self, f: Facts, group: Facts, is_ended: bool) -> bool:
         """Return True if the operands of a class are computed for the one group that reads it.
 
-        A call of the library may go on from one reduction to the next.
+        A call of the library goes on after sums of rows to what reads them, row by row, and from
+        one reduction to the next if the device says so.
+
+        is_ended: whether something reads the class that no call computes.
         """
         if not f.is_group:
             return True
-        goes_on = self.device.folds.calls_go_on and f.is_called
-        return goes_on and group is not None and group.is_called and group is not f
+        if not f.is_called or is_ended or group is f or not group.in_calls:
+            return False
+        return self.device.folds.calls_go_on if group.is_called else f.reduces_rows
 
     def _kernel(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
@@ -507,7 +493,7 @@ class CostModel:
                     stack.append(arg)
                     called.update((arg,) if in_call else ())
         made, flops = facts[root].bytes, facts[root].flops
-        work = _work_of([facts[c] for c in stack], inside, [facts[c] for c, _ in read])
+        work = work_of([facts[c] for c in stack], inside, [facts[c] for c, _ in read])
         if self.device.layouts and flops is None and any(facts[c].is_turned for c in stack):
             steps = crossed_steps(facts, stack, self.device)
             work = work._replace(functions=work.functions + steps)
@@ -554,26 +540,6 @@ class CostModel:
                     a = g.classes[arg]
                     moved = itemsize(a.dtype) * product(a.sizes) + moved
         return Cost(flops, elementwise, moved, launches)
-
-
-def _work_of(kernel: list[Facts], inside: set[int], read: list[Facts]) -> ElementwiseWork:
-    """Return the elementwise work of the kernel of some nodes.
-
-    It has loops over short rows if it reads broadcasts and has no reduction.
-
-    Args:
-        kernel: facts of the nodes.
-        inside: their classes.
-        read: facts of what it reads in memory.
-    """
-    work = in_one([f.work for f in kernel])
-    steps = work.functions
-    for f in kernel:
-        if f.rows.unit and f.work.reduces == (not inside.isdisjoint(f.args)):
-            steps += f.rows.unit
-    if not work.reduces and min([f.bytes for f in read], default=math.inf) < kernel[0].bytes:
-        steps += sum([f.rows.unrolled for f in kernel])
-    return work._replace(functions=steps)
 
 
 def reachable(

@@ -99,11 +99,13 @@ class ChoiceCost:
 
     def _group(self, cls: int) -> int:
         """Return the same, from the groups of the readers."""
-        group = self.group_of(next(iter(self.readers_of(cls)), -1))
-        is_apart = cls in self.written or not self.model.is_with(
-            self.facts[cls], self.facts.get(group)
-        )
-        return cls if is_apart else group
+        if cls in self.written:
+            return cls
+        readers = self.readers_of(cls)
+        group = self.group_of(next(iter(readers), -1))
+        f, facts = self.facts[cls], self.facts
+        is_ended = not all(facts[r].in_calls for r in readers)
+        return group if self.model.is_with(f, facts.get(group, f), is_ended) else cls
 
     def moved(self, move: Choice) -> ChoiceCost:
         """Return the choice in which some classes are computed by other nodes."""

@@ -238,8 +238,22 @@ def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, 
         alone_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * made
         stored_s = alone_s + facts.stored_s * made + device.page_seconds(4 * made)
         seconds = alone_s + written_s, stored_s
-        if r.pays(*seconds):
+        if r.pays(*seconds) and not _reads_again(e, chain, r):
             yield e, candidate(RULE, e.where(), _stored_result(e), seconds)
+
+
+def _reads_again(e: Equation, chain: Chain, r: Fused) -> bool:
+    """Return True if the call goes on to an operation that reads what the reduction reads too."""
+
+    def inside(u: Equation) -> list[Equation]:
+        return [x for x in r.users.get(u.outvals[0], ()) if x.name in KNOWN | VIEWS]
+
+    def fused(v: int) -> Collection[int]:
+        maker = r.makers.get(v)
+        return maker.reads if maker is not None and maker.name in KNOWN | VIEWS else ()
+
+    read = (v for u in walk(inside(e), inside) for v in u.reads)
+    return bool(chain.stored) and reaches(read, fused, {*chain.stored})
 
 
 def _goes_on_to(e: Equation, r: Fused) -> Equation | None:
