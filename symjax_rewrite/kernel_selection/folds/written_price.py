@@ -80,10 +80,14 @@ def seconds_whole(t: TermGraph, cluster: Cluster, written: WrittenTerms, device:
 
 
 def gained_in_batches(t: TermGraph, written: WrittenTerms, device: Device, fast: Device) -> float:
-    """Return the seconds by which batches of products take less than `fast` prices them."""
-    if device.folds.batch_share <= 1:
-        return 0.0
+    """Return the seconds by which batches of products take less than `fast` prices them.
+
+    The other terms of a gradient take as much more than priced: it gains nothing.
+    """
     choice, mine = written.choice, written.mine
+    weighted = sum(len(choice[c].args) > 1 for c in written.reduced)
+    if device.folds.batch_share <= 1 or weighted > 1:
+        return 0.0
     model, gained = CostModel(fast, t.number, terms=t), 0.0
     for c in mine:
         value = t.graph.classes[c]
