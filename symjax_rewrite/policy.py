@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.joined_calls import joins_calls
+from symjax_rewrite.cost.joined_calls import joins_calls, scratch_seconds
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.temporaries import FreshMemory, fresh_memory, may_be_fresh
@@ -96,6 +96,11 @@ class _Variants:
         terms = context.terms(program)
         return fresh_memory(terms.t, terms.need, terms.model)
 
+    def _scratch_of(self, program: Program) -> float:
+        """Return the seconds of fresh memory for what calls of a program store inside of them."""
+        terms = self.context.terms(program)
+        return scratch_seconds(terms.t, terms.need, terms.model)
+
     def added_seconds(self, found: Sequence[Candidate]) -> float:
         """Return the seconds that candidates add beside the prices of terms; 0 in a conflict.
 
@@ -110,6 +115,7 @@ class _Variants:
         if fresh_s > 0 and (folded := self.context.folded(made)) is not made:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
         cut_s = self._cut_seconds(found, made) if self.joins_calls else 0.0
+        fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
         return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
 
     @functools.cached_property

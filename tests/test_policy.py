@@ -240,6 +240,21 @@ def test_a_call_that_reduces_again_is_not_cut_for_one_of_its_sums(goes_on):
     assert bool(f.explain(points, points).rules) is not goes_on
 
 
+@pytest.mark.parametrize("heads, rows, divides", [(8, 512, False), (16, 256, True)])
+def test_a_call_that_would_store_large_weights_is_kept(heads, rows, divides):
+    """Divided behind its product, attention stores its weights for the product and the sum."""
+
+    def attention(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k) / 8)
+        return jnp.einsum("hnm,mhe->nhe", weights, v)
+
+    memory = replace(CPU.memory, scratch_bytes=8 << 20)
+    folds = replace(CPU.folds, calls_go_on=False)
+    f = sym_optimize(attention, device=replace(CPU, memory=memory, folds=folds), kernels="off")
+    x = jax.ShapeDtypeStruct((rows, heads, 64), jnp.float32)
+    assert bool(f.explain(x, x, x).rules) is divides
+
+
 @pytest.mark.parametrize("points, is_kept", [(300, True), (50, False)])
 def test_a_call_that_goes_on_is_not_cut(points, is_kept):
     """Both gradients read one array; the call that computes it stores no differences.

@@ -27,7 +27,9 @@ sums of squares of products by the features of a point; `library_features`, `lib
 arrays, summed and multiplied by ones; `vector_sum_bytes` of `FusionFacts`. *Crossings*: the
 transpose added to a function of a product; `crossed_s` of `ProductLayouts`. *Places*: argmin beside
 min; `argmax` of `FoldFacts`. *Columns*: cumulative maxima as a tree and row by row; `tree_s`,
-`element_s` and `step_s` of `ColumnScanFacts`. What XLA fuses: `fusion_laws`.
+`element_s` and `step_s` of `ColumnScanFacts`. *Scratch*: attention divided behind its product,
+beside before; `scratch_bytes` of `MemoryFacts` and `kept_features` of `FoldFacts`. What XLA fuses:
+`fusion_laws`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ import itertools
 import math
 import os
 import random
+import resource
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -343,6 +346,36 @@ def heads(features: int = 32) -> None:
         print(f"{count:2} products of {rows:3} x {features} x {rows:3}: {rate:.0f} GFLOP/s")
 
 
+def scratch() -> None:
+    """Print the times of attention divided before and behind its product, by bytes of its weights.
+
+    Behind it, one call stores the weights. `faults` are pages of 4 KiB that a call is given anew.
+    """
+
+    def attention(q: Any, k: Any, v: Any, behind: bool) -> Any:
+        scores = jnp.einsum("nhe,mhe->hnm", q, k) / 8
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        shares = 1 / weights.sum(-1, keepdims=True)
+        weights = weights if behind else weights * shares
+        out = jnp.einsum("hnm,mhe->hne", weights, v)
+        return jnp.swapaxes(out * shares if behind else out, 0, 1)
+
+    for width, count, rows in itertools.product((32, 64), (8, 12, 16), (256, 384, 512, 640)):
+        x, times = array(rows, count, width), []
+        for behind in (False, True):
+            f = jax.jit(functools.partial(attention, behind=behind))
+            seconds, before = seconds_of(f, x, x, x), faults()
+            jax.block_until_ready([f(x, x, x) for _ in range(10)][-1])
+            times.append(f"{1e3 * seconds:.2f} ms, {(faults() - before) / 10:.0f} faults")
+        weights = f"{4e-6 * count * rows**2:.1f} MB of weights, {width} features"
+        print(f"{weights}: {times[0]}; behind {times[1]}")
+
+
+def faults() -> int:
+    """Return how many pages this process has been given."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def functions(elements: int = 2_000_000) -> None:
     """Print the times of a function of rows, with broadcasts, without them, and in a reduction."""
     forms = {
@@ -483,6 +516,7 @@ def main() -> None:
         conflicts()
         batches()
         heads()
+        scratch()
         functions()
         streams()
         lookups()

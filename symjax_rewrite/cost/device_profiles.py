@@ -384,6 +384,7 @@ CPU = Device(
     memory=MemoryFacts(
         cached_terms=3.0,
         kept_bytes=32 << 20,
+        scratch_bytes=8 << 20 if jax.__version_info__ < (0, 11) else math.inf,
         packed_bytes_per_s=1.5e10,
         product_row_s=3e-9,
         cached_rows=1 << 21,

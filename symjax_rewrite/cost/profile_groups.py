@@ -146,6 +146,10 @@ class MemoryFacts:
     kept_bytes: float = quantity(
         "bytes", "temporaries that the allocator keeps for the next call", FOLDS, math.inf
     )
+    scratch_bytes: float = quantity(
+        "bytes", "that a call of the library stores of one value, and the allocator keeps", LAWS,
+        math.inf,
+    )  # fmt: skip
     constant_bytes: float = quantity(
         "bytes", "frozen values of a program; more: arguments", JUDGED, -1
     )
@@ -204,6 +208,10 @@ class FoldFacts:
     )  # fmt: skip
     head_columns: float = quantity("columns", "of rows of such heads, at most", NO_SCRIPT, 0)
     least_head_columns: float = quantity("columns", "the same, at least", NO_SCRIPT, 0)
+    kept_features: float = quantity(
+        "features", "of a head's result, from which on that call stores no weights of such rows",
+        LAWS, 64,
+    )  # fmt: skip
     calls_go_on: bool = fact(
         "a call of the library that reduces again stores nothing that it reduced before", False
     )
