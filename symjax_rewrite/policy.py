@@ -120,7 +120,7 @@ class _Variants:
 
     @functools.cached_property
     def joins_calls(self) -> bool:
-        """Return True if a call of the program reduces again what it has reduced."""
+        """Return True if a call of the program goes on after a reduction."""
         terms = self.context.terms(self.program)
         return joins_calls(terms.t, terms.need, terms.model)
 
