@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.joined_calls import joins_calls, scratch_seconds
+from symjax_rewrite.cost.joined_calls import kept_bytes, scratch_seconds
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.temporaries import FreshMemory, fresh_memory, may_be_fresh
@@ -114,15 +114,19 @@ class _Variants:
         fresh_s = self.fresh_of(made).beyond(fresh)
         if fresh_s > 0 and (folded := self.context.folded(made)) is not made:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
-        cut_s = self._cut_seconds(found, made) if self.joins_calls else 0.0
+        is_cut = self.kept > 0 and self._kept_of(made) < self.kept
+        cut_s = self._cut_seconds(found, made) if is_cut else 0.0
         fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
         return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
 
     @functools.cached_property
-    def joins_calls(self) -> bool:
-        """Return True if a call of the program goes on after a reduction."""
-        terms = self.context.terms(self.program)
-        return joins_calls(terms.t, terms.need, terms.model)
+    def kept(self) -> float:
+        """Return the bytes that the program without candidates does not store (`kept_bytes`)."""
+        return self._kept_of(self.program)
+
+    def _kept_of(self, program: Program) -> float:
+        terms = self.context.terms(program)
+        return kept_bytes(terms.t, terms.need, terms.model)
 
     def _cut_seconds(self, found: Sequence[Candidate], made: Program) -> float:
         """Return the seconds that the whole program saves less than candidates state.

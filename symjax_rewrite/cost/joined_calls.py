@@ -16,13 +16,15 @@ from symjax_rewrite.ir.dataflow import Needed, node_of, reaches
 from symjax_rewrite.ir.term_graph import TermGraph
 
 
-def joins_calls(t: TermGraph, need: Needed, model: CostModel) -> bool:
-    """Return True if a call of a program goes on after a reduction."""
+def kept_bytes(t: TermGraph, need: Needed, model: CostModel) -> float:
+    """Return the bytes of the values that a program does not store since calls go on."""
     facts = {c: model.facts_of(t.graph, c, node_of(t.graph, c)) for c in need.order}
     if not any(f.is_called for f in facts.values()):
-        return False
-    _, groups = model.grouped(facts, tuple(sorted(need.outside)), set())
-    return any(f.is_called and groups.get(c, c) != c for c, f in facts.items())
+        return 0.0
+    ended = {c: f._replace(in_calls=False) for c, f in facts.items()}
+    roots = tuple(sorted(need.outside))
+    without, written = (model.written(x, roots, set()) for x in (ended, facts))
+    return sum(facts[c].bytes for c in without - written)
 
 
 def scratch_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:
