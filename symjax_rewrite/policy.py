@@ -114,8 +114,7 @@ class _Variants:
         fresh_s = self.fresh_of(made).beyond(fresh)
         if fresh_s > 0 and (folded := self.context.folded(made)) is not made:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
-        is_cut = self.kept > 0 and self._kept_of(made) < self.kept
-        cut_s = self._cut_seconds(found, made) if is_cut else 0.0
+        cut_s = self._cut_seconds(found, made) if self._may_cut(made) else 0.0
         fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
         return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
 
@@ -123,6 +122,15 @@ class _Variants:
     def kept(self) -> float:
         """Return the bytes that the program without candidates does not store (`kept_bytes`)."""
         return self._kept_of(self.program)
+
+    def _may_cut(self, made: Program) -> bool:
+        """Return True if a call may end earlier in a program made of this one.
+
+        Calls that go on from one reduction to the next hold products too, whose cuts no price of
+        terms tells.
+        """
+        goes_on = self.context.device.folds.calls_go_on
+        return self.kept > 0 and (goes_on or self._kept_of(made) < self.kept)
 
     def _kept_of(self, program: Program) -> float:
         terms = self.context.terms(program)

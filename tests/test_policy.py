@@ -240,8 +240,11 @@ def test_a_call_that_reduces_again_is_not_cut_for_one_of_its_sums(goes_on):
     assert bool(f.explain(points, points).rules) is not goes_on
 
 
-@pytest.mark.parametrize("heads, rows, divides", [(8, 512, False), (16, 256, True)])
-def test_a_call_that_would_store_large_weights_is_kept(heads, rows, divides):
+@pytest.mark.parametrize(
+    "goes_on, heads, rows, features, divides",
+    [(False, 8, 512, 64, False), (False, 16, 256, 64, True), (True, 24, 256, 8, False)],
+)
+def test_a_call_that_would_store_its_weights_is_kept(goes_on, heads, rows, features, divides):
     """Divided behind its product, attention stores its weights for the product and the sum."""
 
     def attention(q, k, v):
@@ -249,9 +252,9 @@ def test_a_call_that_would_store_large_weights_is_kept(heads, rows, divides):
         return jnp.einsum("hnm,mhe->nhe", weights, v)
 
     memory = replace(CPU.memory, scratch_bytes=8 << 20)
-    folds = replace(CPU.folds, calls_go_on=False)
+    folds = replace(CPU.folds, calls_go_on=goes_on)
     f = sym_optimize(attention, device=replace(CPU, memory=memory, folds=folds), kernels="off")
-    x = jax.ShapeDtypeStruct((rows, heads, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((rows, heads, features), jnp.float32)
     assert bool(f.explain(x, x, x).rules) is divides
 
 
