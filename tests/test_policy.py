@@ -242,7 +242,12 @@ def test_a_call_that_reduces_again_is_not_cut_for_one_of_its_sums(goes_on):
 
 @pytest.mark.parametrize(
     "goes_on, heads, rows, features, divides",
-    [(False, 8, 512, 64, False), (False, 16, 256, 64, True), (True, 24, 256, 8, False)],
+    [
+        (False, 8, 512, 64, False),
+        (False, 6, 1365, 16, False),
+        (False, 16, 256, 64, True),
+        (True, 24, 256, 8, False),
+    ],
 )
 def test_a_call_that_would_store_its_weights_is_kept(goes_on, heads, rows, features, divides):
     """Divided behind its product, attention stores its weights for the product and the sum."""

@@ -28,8 +28,9 @@ arrays, summed and multiplied by ones; `vector_sum_bytes` of `FusionFacts`. *Cro
 transpose added to a function of a product; `crossed_s` of `ProductLayouts`. *Places*: argmin beside
 min; `argmax` of `FoldFacts`. *Columns*: cumulative maxima as a tree and row by row; `tree_s`,
 `element_s` and `step_s` of `ColumnScanFacts`. *Scratch*: attention divided behind its product,
-beside before; `scratch_bytes` of `MemoryFacts` and `kept_features` of `FoldFacts`. What XLA fuses:
-`fusion_laws`.
+beside before; `scratch_bytes` of `MemoryFacts` and `kept_features` of `FoldFacts`. *Weights*:
+attention in heads with values of their own, and of all heads; `batch_terms` and `heads_at_once` of
+`FoldFacts`. What XLA fuses: `fusion_laws`.
 """
 
 from __future__ import annotations
@@ -360,7 +361,8 @@ def scratch() -> None:
         out = jnp.einsum("hnm,mhe->hne", weights, v)
         return jnp.swapaxes(out * shares if behind else out, 0, 1)
 
-    for width, count, rows in itertools.product((32, 64), (8, 12, 16), (256, 384, 512, 640)):
+    sizes = [*itertools.product((32, 64), (8, 12, 16), (256, 384, 512, 640)), (16, 6, 1365)]
+    for width, count, rows in sizes:
         x, times = array(rows, count, width), []
         for behind in (False, True):
             f = jax.jit(functools.partial(attention, behind=behind))
@@ -369,6 +371,31 @@ def scratch() -> None:
             times.append(f"{1e3 * seconds:.2f} ms, {(faults() - before) / 10:.0f} faults")
         weights = f"{4e-6 * count * rows**2:.1f} MB of weights, {width} features"
         print(f"{weights}: {times[0]}; behind {times[1]}")
+
+
+def weights() -> None:
+    """Print the times and fresh memory of attention in heads with values of their own, and shared.
+
+    At once each call is given memory for so many terms of one head, or of all.
+    """
+
+    def attention(q: Any, k: Any, v: Any, behind: bool) -> Any:
+        scores = q @ jnp.swapaxes(k, 1, 2) / 8
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        shares = 1 / weights.sum(-1, keepdims=True)
+        return (weights @ v) * shares if behind else (weights * shares) @ v
+
+    for (count, rows), width in itertools.product(((27, 660), (12, 1000), (8, 3000)), (8, 32)):
+        x, one = array(count, rows, width), 4 * rows**2
+        for v, behind in itertools.product((x, x[0]), (False, True)):
+            f = jax.jit(functools.partial(attention, behind=behind))
+            seconds, before = seconds_of(f, x, x, v), faults()
+            jax.block_until_ready([f(x, x, v) for _ in range(10)][-1])
+            given = (faults() - before) / 10 * os.sysconf("SC_PAGE_SIZE")
+            name = f"{'own' if v is x else 'shared'}, divided {'behind' if behind else 'before'}"
+            share = f"{given / one:.1f} heads or {given / one / count:.1f} terms at once"
+            heads = f"{count} of {rows}, {width:2} features"
+            print(f"{heads}, values {name}: {1e3 * seconds:.1f} ms, {share}")
 
 
 def faults() -> int:
@@ -517,6 +544,7 @@ def main() -> None:
         batches()
         heads()
         scratch()
+        weights()
         functions()
         streams()
         lookups()

@@ -352,6 +352,7 @@ CPU = Device(
         library_columns=640,
         calls_go_on=jax.__version_info__ >= (0, 11),
         library_heads=jax.__version_info__ >= (0, 11),
+        batch_terms=2 if jax.__version_info__ < (0, 11) else 1,
         head_features=16 if jax.__version_info__ < (0, 11) else 0,
         head_columns=1900,
         least_head_columns=384,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import LEAST_ELEMENTS
 from symjax_rewrite.cost.node_facts import Facts
-from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, is_thin, itemsize
 from symjax_rewrite.ir.dataflow import Needed, node_of, reaches
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -37,16 +37,18 @@ def scratch_seconds(t: TermGraph, need: Needed, model: CostModel) -> float:
     if memory.scratch_bytes == math.inf or not model.has_calls:
         return 0.0
     facts = {c: model.facts_of(t.graph, c, node_of(t.graph, c)) for c in need.order}
-    stored = sum(facts[w].bytes for w in _weights(t, need, facts, model.device.folds))
+    stored = sum(facts[w].bytes for w in _weights(t, need, facts, model.device))
     share = min(max(8 * stored / memory.scratch_bytes - 7, 0.0), 1.0)
     return share * stored / memory.fresh_bytes_per_s
 
 
-def _weights(t: TermGraph, need: Needed, facts: dict[int, Facts], folds: FoldFacts) -> set[int]:
+def _weights(t: TermGraph, need: Needed, facts: dict[int, Facts], device: Device) -> set[int]:
     """Return the values that a product and a sum of one call read.
 
-    Of short rows, or for few features, the call stores them too if it divides before the product.
+    Of short rows, or for few features, the call stores them too if it divides before the product,
+    but not those of a batch that are more than the allocator keeps.
     """
+    folds = device.folds
 
     def fused(c: int) -> tuple[int, ...]:
         f = facts[c]
@@ -56,9 +58,10 @@ def _weights(t: TermGraph, need: Needed, facts: dict[int, Facts], folds: FoldFac
         f = facts[c]
         is_large = f.bytes >= LEAST_ELEMENTS * itemsize(t.graph.classes[c].dtype)
         is_long = weights.bytes >= folds.least_head_columns * f.bytes
-        return (
-            f.is_called and is_large and is_long and product.bytes >= folds.kept_features * f.bytes
-        )
+        in_batch = len(t.graph.classes[c].sizes) > 1
+        is_beyond = in_batch and weights.bytes > device.memory.kept_bytes
+        is_wide = product.bytes >= folds.kept_features * f.bytes
+        return f.is_called and is_large and is_long and (is_wide or is_beyond)
 
     found = set[int]()
     for c, f in facts.items():

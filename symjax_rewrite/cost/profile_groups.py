@@ -201,6 +201,11 @@ class FoldFacts:
     library_heads: bool = fact(
         "in a batch that call stores the weights of one of its parts (a head) at a time", False
     )
+    heads_at_once: float = quantity("heads", "whose weights it stores, by threads", LAWS, 2)
+    batch_terms: float = quantity(
+        "terms", "of all heads that the call stores otherwise, or of values that heads share", LAWS,
+        1,
+    )  # fmt: skip
     head_features: float = quantity(
         "features", "of a head's result: with so few that call stores no weights in a batch, of "
         "rows of `least_head_columns` to `head_columns`",

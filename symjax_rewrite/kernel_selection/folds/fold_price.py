@@ -40,7 +40,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     is_in_library,
     is_streamed,
     largest_bytes,
-    library_calls,
+    library_memory,
     stores_no_term,
     transposed_pairs_seconds,
     written_terms,
@@ -103,14 +103,13 @@ def compared(
     fresh = 0 if streamed else bytes_whole(t, written, device, library)
     copied = largest_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
     copies = 0 if streamed else copied * (1 + library)
-    fresh, calls, apart = fresh + copies, 1, inside and not copies
+    fresh, apart = fresh + copies, inside and not copies
+    fresh_s = device.page_seconds(fresh)
     if apart:  # the library allocates each term by itself
-        calls = library_calls(cluster, device)
-        fresh = min(fresh, largest_bytes(t, cluster) // calls)
+        fresh, fresh_s = library_memory(t, cluster, fresh, device)
     fast = with_temporaries(device, fresh)
     whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, written, fast)
     whole -= gained_in_batches(t, written, device, fast)
-    fresh_s = calls * device.page_seconds(fresh)
     whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)
     return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
@@ -384,10 +383,11 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
             steps += times[k] * shares[k] * own * device.steps_of(route.steps[k].dtype) / wide
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
-    steps += folds.stored_tile * (_stored(spec) + kinds["along"])
+    along = sum(share for share, s in zip(shares, route.steps, strict=True) if s.kind == "along")
+    steps += folds.stored_tile * (_stored(spec) + along)
     if spec.tile.whole == spec.row:
-        steps += folds.down_tile * kinds["along"]
-    steps += kinds["along"] * folds.row_sum / max(blocks.cols, 1)
+        steps += folds.down_tile * along
+    steps += along * folds.row_sum / max(blocks.cols, 1)
     steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
     if loop_axes(spec):
         sums = (o for o in spec.outputs if isinstance(o, (Sums, ColumnSums)))
@@ -433,9 +433,10 @@ def _shares(
 ) -> list[float]:
     """Return the share of a block's elements for which loops compute each step of a tile.
 
-    A function is computed once for the axes of a block that it does not depend on, and so is the
-    arithmetic that functions alone read, or that does not depend on the column. Other arithmetic
-    is repeated for each element. What no loop selects is computed before the loops.
+    A function is computed once for the axes of a block that it does not depend on, and so is a
+    reduction, a sum over features, and the arithmetic that these alone read, or that does not
+    depend on the column. Other arithmetic is repeated for each element. What no loop selects is
+    computed before the loops.
     """
     extents = {spec.row: max(blocks.rows, 1), spec.col: max(blocks.cols, 1)}
     extents |= blocks.held(spec)
@@ -443,12 +444,14 @@ def _shares(
     readers: list[list[int]] = [[] for _ in nodes]
     for k, (kind, data, args, _) in enumerate(route.steps):
         match kind:
-            case "const" | "apply" | "summed":
+            case "const" | "apply" | "summed" | "along":
                 own = set()
             case "value" | "feature":
                 own = {*spec.operands[data].axes}
             case "index":
                 own = {spec.row if data else spec.col}
+            case "delta":
+                own = {spec.row, spec.col}
             case "dot":
                 c = spec.contractions[data]
                 own = {*spec.operands[c.row].axes, *spec.operands[c.col].axes}
@@ -461,7 +464,8 @@ def _shares(
     for k in reversed(range(len(nodes))):
         node = nodes[k]
         own = 1 / math.prod(size for a, size in extents.items() if a not in axes[k])
-        once = spec.col not in axes[k] or (node is not None and not is_arithmetic(node))
+        once = spec.col not in axes[k] or route.steps[k].kind in ("along", "summed")
+        once = once or (node is not None and not is_arithmetic(node))
         read = 0.0 if once else 1.0
         shares[k] = max(own, min(read, max((shares[r] for r in readers[k]), default=1.0)))
     return [s * _share_in_loops(spec, blocks, mine) for s, mine in zip(shares, axes, strict=True)]

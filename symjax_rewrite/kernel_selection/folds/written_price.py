@@ -30,6 +30,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     fused_terms,
     is_masked,
     is_reduction,
+    repeated_terms,
     rows_reduced,
 )
 from symjax_rewrite.kernel_selection.partial_sort import SELECTED
@@ -69,6 +70,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, written: WrittenTerms, device:
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     steps += _feature_steps(t, cluster, folds)
+    repeated = sum(elements(t, c) for c in repeated_terms(t, choice, mine))
     order = postorder(roots, lambda c: [a.cls for a in choice[c].args if a.cls in mine])
     stored = cut_terms(t, reduced)
     fused = fused_terms(choice, order, stored, calls_on(t, choice, reduced, device))
@@ -76,7 +78,8 @@ def seconds_whole(t: TermGraph, cluster: Cluster, written: WrittenTerms, device:
     ends = () if goes_on else reduced
     across = sum(_across_seconds(t, cls, choice[cls], fused, device) for cls in ends)
     cut = 2 * sum(bytes_of(t, c) for c in stored) / device.bytes_per_s
-    return seconds + across + cut + steps / folds.fused_steps_per_s
+    again = 0.0 if device.fusions is None else device.fusions.repeated_s * repeated
+    return seconds + across + cut + again + steps / folds.fused_steps_per_s
 
 
 def gained_in_batches(t: TermGraph, written: WrittenTerms, device: Device, fast: Device) -> float:

@@ -135,14 +135,18 @@ def stores_no_term(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     """Return True for a softmax of which the library never stores the weights of all rows.
 
     Its rows are short, or its scores are computed element by element, without a product or a sum.
-    In a batch its results have few features.
+    In a batch its results have few features, and its weights are divided before they are summed.
     """
     folds = device.folds
     if not all(len(m.space) == 2 for m in cluster.members):
-        return all(
-            _features(t, m) <= folds.head_features
-            and folds.least_head_columns <= m.pairs // rows_reduced(m) <= folds.head_columns
-            for m in cluster.members
+        return (
+            not _sums_weights(t, cluster)
+            and _heads(cluster) > 1
+            and all(
+                _features(t, m) <= folds.head_features
+                and folds.least_head_columns <= m.pairs // rows_reduced(m) <= folds.head_columns
+                for m in cluster.members
+            )
         )
     weighted = [m for m in cluster.members if len(m.reduction.args) > 1]
     if any(_features(t, m) == 1 for m in weighted):  # a product with a vector is no part of a call
@@ -154,6 +158,26 @@ def stores_no_term(t: TermGraph, cluster: Cluster, device: Device) -> bool:
     return max(_features(t, m) for m in cluster.members) >= least and all(
         is_elementwise(node_of(t.graph, c)) and not _is_sum(t, c) for c in cluster.classes()[0]
     )
+
+
+def _sums_weights(t: TermGraph, cluster: Cluster) -> bool:
+    """Return True if a product and a sum read the same weights, as in exp(s) v / Σ exp(s)."""
+    sums = [node_of(t.graph, m.reduction.cls) for m in cluster.members if m.reduction.kind == "sum"]
+    alone = {n.args[0].cls for n in sums if len(n.args) == 1}
+    return any(a.cls in alone for n in sums if len(n.args) > 1 for a in n.args)
+
+
+def _heads(cluster: Cluster) -> int:
+    """Return how many of a cluster's products with weights a batch has.
+
+    Values that are the same for all of a batch are multiplied by all weights in one product.
+    """
+
+    def shared(m: ClusterMember) -> int:
+        batch = set(m.space) - {m.pair.row, m.pair.column}
+        return m.count(batch.intersection(*({*a.axes} for a in m.reduction.args)))
+
+    return min(map(shared, cluster.members))
 
 
 def _features(t: TermGraph, m: ClusterMember) -> int:
@@ -172,12 +196,20 @@ def largest_bytes(t: TermGraph, cluster: Cluster) -> int:
     return max(bytes_of(t, c) for c in cluster.classes()[0])
 
 
-def library_calls(cluster: Cluster, device: Device) -> int:
-    """Return how often one call of the library allocates weights (`is_in_library`)."""
-    heads = [
-        m.count(i for i in m.space if i not in (m.pair.row, m.pair.column)) for m in cluster.members
-    ]
-    return min(heads) if device.folds.library_heads else 1
+def library_memory(t: TermGraph, cluster: Cluster, fresh: int, device: Device) -> tuple[int, float]:
+    """Return the bytes that a call of the library allocates at once, and the seconds of its pages.
+
+    It allocates the weights of one head of a batch for each of its threads, or terms of all heads
+    (`is_in_library`). The threads request their pages at once.
+
+    fresh: bytes of the terms that XLA would store.
+    """
+    folds, whole = device.folds, largest_bytes(t, cluster)
+    calls = _heads(cluster) if folds.library_heads else 1
+    terms = 1.0 if all(len(m.space) == 2 for m in cluster.members) else folds.batch_terms
+    share = 1.0 if device.fusions is None else device.fusions.tile_pages
+    held = min(fresh, whole // calls)
+    return held, terms * share * min(calls, folds.heads_at_once) * device.page_seconds(held)
 
 
 def copied_bytes(t: TermGraph, cluster: Cluster, device: Device) -> int:
@@ -294,6 +326,27 @@ def _is_known(choice: Mapping[int, Node], c: int) -> bool:
         return True
     inner = [choice[a.cls] for a in node.args if a.cls in choice]
     return is_known(node.attr[0], [n.attr[0] for n in inner if n.op == MAP])
+
+
+def repeated_terms(t: TermGraph, choice: Mapping[int, Node], mine: set[int]) -> set[int]:
+    """Return the results of calls that these repeat along further axes and store.
+
+    An operation that the library does not know, as a selection, reads them there.
+    """
+
+    def inside(c: int) -> list[int]:
+        known = is_elementwise(choice[c]) and _is_known(choice, c)
+        return [a.cls for a in choice[c].args if a.cls in mine] if known else []
+
+    found = set[int]()
+    for c in mine:
+        if not is_elementwise(choice[c]) or _is_known(choice, c):
+            continue
+        smaller = {a.cls for a in choice[c].args if elements(t, a.cls) < elements(t, c)}
+        for a in mine & smaller:
+            if any(is_reduction(choice[x]) for x in cone([a], inside)):
+                found.add(a)
+    return found
 
 
 def _is_repeated(choice: Mapping[int, Node], c: int, loops: set[int]) -> bool:
