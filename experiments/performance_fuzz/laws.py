@@ -25,7 +25,8 @@ sums of squares of products by the features of a point; `library_features`, `lib
 `square_features` of `FoldFacts`. *Lookups*: rows of a table, read and added by key; `row_term` of
 `FoldFacts`. *Copies*: a vector, repeated; `spread_bytes_per_s` of `MemoryFacts`. *Sums*: small
 arrays, summed and multiplied by ones; `vector_sum_bytes` of `FusionFacts`. *Crossings*: the
-transpose added to a function of a product; `crossed_s` of `ProductLayouts`. *Places*: argmin beside
+transpose added to a function of a product; `crossed_s` of `ProductLayouts`. *Orders*: scores read
+in two orders of axes, which are written and read once more in each. *Places*: argmin beside
 min; `argmax` of `FoldFacts`. *Columns*: cumulative maxima as a tree and row by row; `tree_s`,
 `element_s` and `step_s` of `ColumnScanFacts`. *Scratch*: attention divided behind its product,
 beside before; `scratch_bytes` of `MemoryFacts` and `kept_features` of `FoldFacts`. *Weights*:
@@ -495,6 +496,22 @@ def crossings() -> None:
         print(f"{rows} rows: {1e9 * took / rows**2:.1f} ns an element")
 
 
+def orders() -> None:
+    """Print the times of scores that a softmax reads in two orders of their axes, beside one."""
+
+    def read(scores: Any, turned: bool) -> Any:
+        scores = 10 * scores
+        most = scores.max(-1)
+        if turned:
+            scores, most = jnp.swapaxes(scores, 0, 1), most.T
+        return jnp.exp(scores - most[..., None]).sum(-1)
+
+    for rows, count in ((200, 4), (300, 8), (487, 4), (487, 12), (700, 4), (1000, 4)):
+        x = array(rows, count, rows)
+        one, two = (seconds_of(functools.partial(read, turned=k), x) for k in (False, True))
+        print(f"{count} of {rows} rows: {1e9 * (two - one) / x.size:.2f} ns an element")
+
+
 def places() -> None:
     """Print the times of the places of least entries, along rows and down columns."""
     for shape in ((4500, 142), (1000, 1000), (20_000, 50), (300, 5000), (200_000, 8)):
@@ -551,6 +568,7 @@ def main() -> None:
         inlined()
         copies()
         crossings()
+        orders()
         places()
         columns()
 

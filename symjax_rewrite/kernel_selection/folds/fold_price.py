@@ -41,6 +41,7 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     is_streamed,
     largest_bytes,
     library_memory,
+    orders_stored,
     stores_no_term,
     transposed_pairs_seconds,
     written_terms,
@@ -112,6 +113,9 @@ def compared(
     whole -= gained_in_batches(t, written, device, fast)
     whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)
+    if moved_s:  # a term is written and read once more for each order of its axes
+        passes = orders_stored(t, cluster) * (1 + device.memory.passes_of_write)
+        moved_s += passes * copied / fast.bytes_per_s
     return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
 
 

@@ -14,7 +14,8 @@ from symjax_rewrite.cost.placed_products import across_seconds, is_product
 from symjax_rewrite.cost.profile_groups import FUNCTIONS
 from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
-from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
+from symjax_rewrite.ir.dataflow import class_operands, cone, node_of, users_of
+from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
@@ -236,11 +237,23 @@ def transposed_pairs_seconds(t: TermGraph, cluster: Cluster, device: Device) -> 
 
     Terms have no order of axes, so no other price holds these copies.
     """
-    if device.layouts is None or "transpose" not in t.primitives:
-        return 0.0
-    inner = {v for c in cluster.classes()[0] for v in t.values_of(c)}
-    copies = [e for e in t.program.equations if e.name == "transpose" and e.outvals[0] in inner]
+    copies = _transposed_pairs(t, cluster) if device.layouts is not None else []
     return transposed_seconds(t.program, device, copies) if copies else 0.0
+
+
+def orders_stored(t: TermGraph, cluster: Cluster) -> int:
+    """Return in how many orders of axes XLA stores a pairwise term beside its product's."""
+    copied = {e.reads[0] for e in _transposed_pairs(t, cluster)}
+    users = t.program.once(users_of)
+    readers = {e.name for v in copied for e in users.get(v, ())}
+    return bool(copied) + bool(readers - {"transpose"})
+
+
+def _transposed_pairs(t: TermGraph, cluster: Cluster) -> list[Equation]:
+    if "transpose" not in t.primitives:
+        return []
+    inner = {v for c in cluster.classes()[0] for v in t.values_of(c)}
+    return [e for e in t.program.equations if e.name == "transpose" and e.outvals[0] in inner]
 
 
 def across_pairs_seconds(t: TermGraph, cluster: Cluster, device: Device) -> float:
