@@ -34,6 +34,7 @@ from symjax_rewrite.rewriting.fusion_limits import FusionLimits
 from symjax_rewrite.rewriting.product_orientation import OrientedProducts
 from symjax_rewrite.rewriting.rational_powers import RationalPowers
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
+from symjax_rewrite.rewriting.short_rows import ShortRows
 
 if TYPE_CHECKING:
     from symjax_rewrite.kernel_selection.scans.selection import Kernel
@@ -74,6 +75,7 @@ PASSES: tuple[Pass, ...] = (
     ExtremumPlaces(),  # an argmax → a maximum, and the least place where it stands
     ColumnScans(),  # a cumulative sum or extremum down the columns → row by row
     ColumnReductions(),  # a sum or extremum down the columns → row by row
+    ShortRows(),  # a reduction of short rows → of long ones, or operations on their columns
     FusionLimits(),  # a value in a slow fusion of XLA → a stored value
 )
 

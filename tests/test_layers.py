@@ -61,7 +61,8 @@ _ORDER = list(LAYERS)
 MAY_IMPORT = {layer: {*_ORDER[: _ORDER.index(layer) + 1]} for layer in _ORDER}
 # A kernel fits the device: it reads its profile, which imports nothing but errors.
 PROFILES = {
-    f"{PACKAGE}.cost.{name}" for name in ("device_profiles", "loop_facts", "profile_groups")
+    f"{PACKAGE}.cost.{name}"
+    for name in ("device_profiles", "fusion_facts", "loop_facts", "profile_groups")
 }
 ALSO = {"pallas_kernels": PROFILES}
 # A rule is a law with conditions: the search is no matter of its own.

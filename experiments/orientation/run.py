@@ -38,7 +38,10 @@ MOVED = (
     (913, 913, 1),
 )
 WIDTHS = (16, 32, 64, 128, 256)
-PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans", "fusion_limits")
+PASSES = (
+    "orientation", "column_reductions", "extremum_places", "column_scans", "short_rows",
+    "fusion_limits",
+)  # fmt: skip
 # rows, columns, summed
 SHAPES = (
     (2048, 64, 2048), (2000, 64, 2000), (2048, 8, 2048), (64, 8, 200_000), (100, 10, 50_000),

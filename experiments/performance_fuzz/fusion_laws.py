@@ -8,7 +8,8 @@
 *Fusions*: differences of a product and points, reduced, with the product in the fusion and stored;
 `piece_bytes` and `written_s` of `FusionFacts`. *Repeated products*: the same with a function of the
 sums; `repeats_followed`. *Followed*: sums of differences with a function in their call and after
-it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`.
+it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*: sums over arrays with
+short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def measure() -> None:
     batched_sums()
     squares()
     repeated()
+    rows()
 
 
 def stored(x: Any) -> Any:
@@ -181,3 +183,24 @@ def repeated() -> None:
             for f in (lambda y: y, lambda y: lax.reduce_precision(y, 8, 23))
         )
         print(f"{count} repeated {width} times: {1e9 * (fused - apart) / count:.0f} ns a sum")
+
+
+def rows(count: int = 1_000_000) -> None:
+    """Print the times of sums over short rows, beside those of the same numbers in one row."""
+    kinds: dict[str, Any] = {
+        "one operation": lambda x, y: x * y,
+        "two operations": lambda x, y: jnp.square(x - y),
+        "a function": lambda x, y: jnp.tanh(x),
+        "four operations": lambda x, y: ((x + 0.7) * 0.3 + 1.7) * y,
+        "functions": lambda x, y: jnp.log1p(jnp.exp(-jnp.abs(x))) - x * y,
+    }
+
+    def joined(x: Any) -> Any:
+        return lax.optimization_barrier(jnp.reshape(x, -1))
+
+    for width, (name, f) in itertools.product((1, 2, 3, 4, 8, 16, 32), kinds.items()):
+        x, y = array(count, width), array(count, width)
+        short = seconds_of(lambda x, y, f=f: jnp.sum(f(x, y)), x, y)
+        long = seconds_of(lambda x, y, f=f: jnp.sum(f(joined(x), joined(y))), x, y)
+        each = f"{1e9 * (short - long) / count:.1f} ns a row"
+        print(f"rows of {width}, {name}: {short / long:.1f} times as long, {each}")

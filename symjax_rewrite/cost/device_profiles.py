@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from symjax_rewrite.cost import core_scaling
+from symjax_rewrite.cost.fusion_facts import FusionFacts
 from symjax_rewrite.cost.loop_facts import ChunkedMatrices, LoopFacts, ScanFacts, StepLoops
 from symjax_rewrite.cost.profile_fields import (
     DATASHEET,
@@ -34,7 +35,6 @@ from symjax_rewrite.cost.profile_groups import (
     ColumnScanFacts,
     FoldFacts,
     FunctionSteps,
-    FusionFacts,
     Margins,
     MemoryFacts,
     NormFacts,

@@ -11,7 +11,7 @@ Before: terms as they were written. After: for each region, equal terms that cos
               (`region_solver`)
     products  orders (`contraction_order`, `product_trees`), places of numbers (`scales`)
     passes    `algebra`, `repeated_products`, `product_orientation` (`grouped_heads`),
-              `fusion_limits` (`fused_chains`, `fused_products`, `selected_extrema`,
-              `unit_axes`), and over single equations (`equation_forms`): `rational_powers`,
-              `extremum_places`, `column_scans`, `column_reductions`
+              `short_rows` (`row_forms`), `fusion_limits` (`fused_chains`, `fused_products`,
+              `selected_extrema`), and over single equations (`equation_forms`):
+              `rational_powers`, `extremum_places`, `column_scans`, `column_reductions`
 """

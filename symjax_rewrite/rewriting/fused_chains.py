@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import elements, shape_of
+from symjax_rewrite.cost.fusion_facts import FusionFacts
 from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.placed_products import is_product
-from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import cone, makers_of, users_of, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
@@ -149,6 +149,14 @@ def is_view(e: Equation) -> bool:
     return e.name in REDUCTIONS and size_read(e) == size_made(e)
 
 
+def is_reduced_again(e: Equation, r: Fused) -> bool:
+    """Return True if another reduction reads the operand of a reduction.
+
+    A loop stores what several reductions read, and takes no time for its rows.
+    """
+    return sum(u.name in REDUCTIONS for u in r.users[e.reads[0]]) > 1
+
+
 def size_read(e: Equation) -> int:
     """Return the elements of an equation's first operand."""
     return math.prod(shape_of(e.eqn.invars[0]))
@@ -173,3 +181,11 @@ def made_from(values: Iterable[int], makers: Mapping[int, Equation]) -> list[Equ
         return maker.reads if maker is not None and maker.name in FUSED else ()
 
     return [makers[v] for v in sorted(cone(values, reads)) if v in makers]
+
+
+def elementwise_seconds(v: int, r: Fused) -> float:
+    """Return the seconds of the arithmetic that computes a value, in one fused loop."""
+    made = [m for m in made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
+    sizes = [size_made(m) for m in made]
+    steps = [n * (1 + r.device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
+    return sum(steps) / r.device.folds.fused_steps_per_s

@@ -14,7 +14,7 @@ import math
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.equation_cost import shape_of, work_seconds
-from symjax_rewrite.cost.profile_groups import FusionFacts
+from symjax_rewrite.cost.fusion_facts import FusionFacts
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.rewriting.fused_chains import Chain, Fused, own_axes, size_made, size_read
 

@@ -4,7 +4,7 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
 (experiments/orientation).
 
 - The call takes some time for every innermost row of the array. That is long for rows of one to
-  four elements, such as points in space. An axis of one element is left out (`unit_axes`).
+  four elements, such as points in space, where no form of `short_rows` is taken.
 - It computes products in the fusion in pieces, and writes what it repeats them to
   (`fused_products`). Until jaxlib 0.11 a reduction that a product of matrices reads is apart.
 - A product of matrices takes the reductions that it reads into its own call, and writes their
@@ -62,6 +62,8 @@ from symjax_rewrite.rewriting.fused_chains import (
     REDUCTIONS,
     Chain,
     Fused,
+    elementwise_seconds,
+    is_reduced_again,
     is_view,
     made_from,
     size_made,
@@ -70,7 +72,6 @@ from symjax_rewrite.rewriting.fused_chains import (
 from symjax_rewrite.rewriting.fused_products import DTYPES, products_inside, written_seconds
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 from symjax_rewrite.rewriting.selected_extrema import extremum_of
-from symjax_rewrite.rewriting.unit_axes import drops_axes, without_unit_axes
 
 RULE = (STORED, LOCALITY)
 BARRIER = "optimization_barrier"
@@ -99,9 +100,7 @@ class FusionLimits:
         if found:
             apart = [e for e in found if e not in weighted]
             ended = dict([*_reduced_in_products(apart, r), *_followed_rows(apart, r)])
-            narrow, forms = _narrow_rows(apart, r)
-            yield from forms.values()
-            yield from _reductions([e for e in found if e not in narrow], r, ended)
+            yield from _reductions(found, r, ended)
             yield from ended.values()
             yield from _sums_of_selections(apart, r)
             if context.reorders():
@@ -134,14 +133,14 @@ def _reductions(
                 shared = len(users[e.reads[0]]) > 1  # it is stored for all, or already is
                 part = _stored_result(makers[e.reads[0]]) if shared else _stored_operand(e)
                 fast = shared and size_read(e) // size_made(e) % facts.vector == 0
-                if not fast and not (chain.width == 1 and _is_reduced_again(e, r)):
+                if not fast and not (chain.width == 1 and is_reduced_again(e, r)):
                     yield candidate(RULE, e.where(), part, seconds)
         if not chain.matrices or chain.stored or len(users[e.reads[0]]) > 1:
             continue  # a value that several read is stored, with or without its products
         if facts.repeats_pieces and e not in ended and any(_product_readers(e, r)):
             continue  # that product computes the reduction
         is_last = e in ended or not any(u.name in KNOWN for u in users.get(e.outvals[0], ()))
-        work_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * size_read(e) / chain.width
+        work_s = elementwise_seconds(e.reads[0], r) + facts.row_s * size_read(e) / chain.width
         inside = products_inside(e, chain, is_last, work_s, r)
         longer_s = max(inside.repeated_s, inside.written_s)
         made = [p for p in inside.products if p not in stored] if longer_s else []
@@ -154,44 +153,6 @@ def _reductions(
             one = candidate(RULE, made[0].where(), first, seconds)
             yield replace(one, parts=(*one.parts, *others))
             stored.update(made)
-
-
-def _narrow_rows(
-    found: list[Equation], r: Fused
-) -> tuple[set[Equation], dict[Equation, Candidate]]:
-    """Return the reductions in whose fusions rows have one element, and forms without them.
-
-    What else drops the axis of such rows is another spelling of the same fusion. What several
-    reductions read is stored by a loop, which has no such axis.
-    """
-    reductions: set[Equation] = set()
-    forms: dict[Equation, Candidate] = {}
-    for e in [e for e in found if not _is_reduced_again(e, r)]:
-        made = _narrow_forms(e, r) if r.chain(e.reads[0]).width == 1 else {}
-        reductions.update((e,) if made else ())
-        forms |= made
-    shapes = {shape_of(m.eqn.invars[0]) for m in forms}
-    for m in r.program.equations if forms else ():
-        if m not in forms and m.reads and shape_of(m.eqn.invars[0]) in shapes and drops_axes(m):
-            forms |= _narrow_forms(m, r)
-    return reductions, forms
-
-
-def _is_reduced_again(e: Equation, r: Fused) -> bool:
-    """Return True if another reduction reads the operand of a reduction."""
-    return sum(u.name in REDUCTIONS for u in r.users[e.reads[0]]) > 1
-
-
-def _narrow_forms(e: Equation, r: Fused) -> dict[Equation, Candidate]:
-    """Return forms of what reads rows of one element, where this is predicted to pay."""
-    forms: dict[Equation, Candidate] = {}
-    for m, part in without_unit_axes(e, r.makers, r.facts.longest_form):
-        size, width = size_read(m), [n for n in shape_of(m.eqn.invars[0]) if n != 1][-1]
-        work_s = _elementwise_seconds(m.reads[0], r)
-        seconds = work_s + r.facts.row_s * size, work_s + r.facts.row_s * size / width
-        if r.pays(*seconds):
-            forms[m] = candidate(RULE, m.where(), part, seconds)
-    return forms
 
 
 def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:
@@ -235,7 +196,7 @@ def _followed_rows(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, 
         if again and chain.stored and device.folds.calls_go_on:
             continue  # what it reads is stored if two calls read it
         written_s = call_tiles.written_seconds(results, size // made, device, again)
-        alone_s = _elementwise_seconds(e.reads[0], r) + facts.row_s * made
+        alone_s = elementwise_seconds(e.reads[0], r) + facts.row_s * made
         stored_s = alone_s + facts.stored_s * made + device.page_seconds(4 * made)
         seconds = alone_s + written_s, stored_s
         if r.pays(*seconds) and not _reads_again(e, chain, r):
@@ -309,7 +270,7 @@ def _weighted_sums(r: Fused) -> Iterator[tuple[Equation, Candidate]]:
         long = size >= facts.least_elements and chain.width >= facts.long_row
         if not (long and chain.steps and chain.is_in_call):
             continue
-        fused_s = _elementwise_seconds(rows, r) + facts.row_s * size / chain.width
+        fused_s = elementwise_seconds(rows, r) + facts.row_s * size / chain.width
         stored_s = fused_s + device.page_seconds(4.0 * size)
         if e.name == "reduce_sum":  # a product as written is fast while its rows stay in cache
             stored_s += facts.stored_s * size
@@ -326,7 +287,7 @@ def _sums_of_selections(found: list[Equation], r: Fused) -> Iterator[Candidate]:
         size, chain = size_read(e), r.chain(e.reads[0])
         if not (chain.selected and chain.is_in_call and _is_along_rows(e, chain.width)):
             continue
-        fused_s = _elementwise_seconds(e.reads[0], r) + r.facts.row_s * size / chain.width
+        fused_s = elementwise_seconds(e.reads[0], r) + r.facts.row_s * size / chain.width
         stored_s = fused_s + r.facts.stored_s * size + r.device.page_seconds(4.0 * size)
         if r.pays(stored_s, fused_s):
             parts = tuple(_extrema(chain, r))
@@ -373,14 +334,6 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
         return stored_apart(jnp.sum(p * 0.5 + p * 0.5 if halved else p, axes))
 
     return Replacement(e.outvals, e.invals, run, source=e.eqn)
-
-
-def _elementwise_seconds(v: int, r: Fused) -> float:
-    """Return the seconds of the arithmetic that computes a value, in one fused loop."""
-    made = [m for m in made_from([v], r.makers) if m.name in ELEMENTWISE - VIEWS]
-    sizes = [size_made(m) for m in made]
-    steps = [n * (1 + r.device.functions.of(m.name)) for n, m in zip(sizes, made, strict=True)]
-    return sum(steps) / r.device.folds.fused_steps_per_s
 
 
 def _square_products(r: Fused) -> Iterator[Candidate]:

@@ -44,6 +44,7 @@ PLACES = "extremum_places"
 SCANS = "column_scans"
 POWERS = "rational_powers"
 STORED = "fusion_limits"
+ROWS = "short_rows"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -60,6 +61,7 @@ TRANSFORMATIONS = {
     PLACES: "the place of an extremum is the first place that has its value",
     POWERS: "a power of quarters is a product of square roots",
     SCANS: "cumulative operations down long rows are a loop over the rows",
+    ROWS: "short rows of a reduction are joined, split or written out",
     STORED: "a value is stored where fused code would be slow",
     INVARIANT: "loop-invariant operations run once, before the loop",
     BATCHING: "products of all steps are one product, before or after the loop",
