@@ -75,6 +75,7 @@ def sweep(name: str):
         "performance_fuzz",
         "proofs",
         sweep("selective_scan"),
+        "short_rows",
         "tuning",
         "selective_scan/published_shape",
         "top_k",

@@ -85,6 +85,14 @@ HELPS = (
     fold("10 nearest of 100,000", "kNN, k = 10, 4096 of 100,000"),
     fold("N-body forces, 8192 points", "N-body, 8192"),
     Row(
+        "distances between 1000 and 1000 points in space",
+        "short_rows",
+        ("distances of all pairs", "3", "gain"),
+    ),
+    Row(
+        "cross-entropy of 2 million logits", "short_rows", ("cross-entropy of logits", "1", "gain")
+    ),
+    Row(
         "selective scan, 1024 steps",
         "selective_scan",
         ("forward", "`lax.scan`", "1024", "speedup", "sym_optimize"),

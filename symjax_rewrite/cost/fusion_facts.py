@@ -46,8 +46,14 @@ class FusionFacts:
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     long_row: int = quantity("elements", "of a row whose sum is stored in no time", ORIENTATION, 64)
     narrow_row: int = quantity("elements", "of a row that is written out, at most", LAWS, 8)
+    followed_row: int = quantity(
+        "elements", "of such a row if loops compute more of it afterwards", LAWS, 5
+    )
     scalar_row: int = quantity(
         "elements", "of a row from whose columns a loop computes no functions in vectors", LAWS, 6
+    )
+    least_columns: int = quantity(
+        "elements", "of fewer, a loop computes functions of columns on one core", LAWS, 1 << 20
     )
     column_functions: float = quantity(
         "1", "times that a function takes in a loop over columns", LAWS, 5.0

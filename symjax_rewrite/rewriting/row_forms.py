@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
@@ -29,6 +30,9 @@ from symjax_rewrite.pallas_kernels.fold.tile import stored_apart
 from symjax_rewrite.rewriting.fused_chains import REDUCTIONS
 
 COMPUTED = ELEMENTWISE - VIEWS
+WHOLE = {
+    "reduce_sum": jnp.sum, "dot_general": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min,
+}  # fmt: skip
 COMBINED = {
     "reduce_sum": lax.add, "dot_general": lax.add, "reduce_max": lax.max, "reduce_min": lax.min,
 }  # fmt: skip
@@ -51,7 +55,8 @@ def reduces(e: Equation) -> bool:
     (left, right), (batch, others) = e.eqn.params["dimension_numbers"]
     shapes = [shape_of(v) for v in e.eqn.invars]
     both = _order_of((*batch, *left), shapes[0]), _order_of((*others, *right), shapes[1])
-    known = all(isinstance(v, int) for v in e.invals)
+    avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
+    known = all(isinstance(v, int) for v in e.invals) and len({a.dtype for a in avals}) == 1
     return known and both[0] == both[1] is not None and [*batch] == sorted(batch)
 
 
@@ -181,9 +186,7 @@ class SplitRows:
         made = {v: self._split(x, s.axes) for (v, s), x in pairs}
         parts = call.reduced(made, (last - 1,))
         parts = lax.reshape(parts, (*self.shape[:-2], self.part, call.shape[-1]))
-        combine = COMBINED[call.e.name]
-        taken = [lax.index_in_dim(parts, k, last - 1, keepdims=False) for k in range(self.part)]
-        return call.result(functools.reduce(combine, taken))
+        return call.result(WHOLE[call.e.name](parts, axis=last - 1))
 
     def _split(self, x: Any, axes: tuple[int, ...]) -> Any:
         """Return an array of the shape of parts, repeated along the axes that it has not."""
@@ -208,25 +211,34 @@ class WrittenRows:
     def run(self, *arrays: Any) -> Any:
         """Return the result, of the values that the sources read."""
         call = self.call
-        terms = [self._term(arrays, k) for k in range(call.shape[-1])]
+        read = [self._read(s, x) for s, x in zip(call.sources.values(), arrays, strict=True)]
+        terms = [self._term(read, k) for k in range(call.shape[-1])]
         made = functools.reduce(COMBINED[call.e.name], terms)
         if self.stored:
             made = lax.optimization_barrier(stored_apart(made))
         return call.result(made)
 
-    def _term(self, arrays: tuple[Any, ...], k: int) -> Any:
+    def _read(self, source: RowSource, x: Any) -> Any:
+        """Return an array that the call reads, without axes of one element.
+
+        One that is computed of fewer elements is stored, or a loop computes it for every column.
+        """
+        call, axes = self.call, source.axes
+        x = lax.reshape(x, tuple([call.shape[a] for a in axes]))
+        maker = call.makers.get(source.read)
+        is_computed = maker is not None and maker.name in COMPUTED and len(axes) < len(call.shape)
+        return lax.optimization_barrier(x) if is_computed else x
+
+    def _term(self, read: list[Any], k: int) -> Any:
         """Return the operand of the reduction at one element of its rows."""
         call, shape = self.call, self.call.shape
         made: dict[int, Any] = {}
-        for (v, s), x in zip(call.sources.items(), arrays, strict=True):
-            maker, axes = call.makers.get(s.read), s.axes
-            long = lax.reshape(x, tuple([shape[a] for a in axes]))
-            if maker is not None and maker.name in COMPUTED and len(axes) < len(shape):
-                long = lax.optimization_barrier(long)  # or a loop computes it for every column
+        for (v, s), x in zip(call.sources.items(), read, strict=True):
+            axes = s.axes
             if axes[-1:] == (len(shape) - 1,):
-                long, axes = lax.index_in_dim(long, k, long.ndim - 1, keepdims=False), axes[:-1]
-            whole = long.shape == shape[:-1]
-            made[v] = long if whole else lax.broadcast_in_dim(long, shape[:-1], axes)
+                x, axes = lax.index_in_dim(x, k, x.ndim - 1, keepdims=False), axes[:-1]
+            whole = len(axes) == len(shape) - 1
+            made[v] = x if whole else lax.broadcast_in_dim(x, shape[:-1], axes)
         xs = call.operands(made)
         return lax.mul(xs[0], xs[-1]) if call.e.name == "dot_general" else xs[0]
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Replacement
-from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.equation_cost import elements, shape_of
+from symjax_rewrite.cost.fusion_facts import FusionFacts
 from symjax_rewrite.cost.library_calls import is_known
 from symjax_rewrite.cost.placed_products import is_product
 from symjax_rewrite.ir.dataflow import numbers, postorder, walk
@@ -62,7 +63,7 @@ class ShortRows:
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield reductions of short rows, and equations that drop an axis in their calls."""
         facts = context.device.fusions
-        if facts is None or not context.runs(self.name):
+        if facts is None or not context.runs(self.name) or not _has_short_rows(program, facts):
             return
         found = [e for e in program.equations if reduces(e) and is_in_place(e, DTYPES)]
         found = [e for e in found if size_read(e) >= facts.least_elements and not is_view(e)]
@@ -77,6 +78,13 @@ class ShortRows:
             if m not in forms and _drops_rows(m) and shape_of(m.eqn.invars[0]) in dropped:
                 forms |= calls.form(m)  # another spelling of the same fusion
         yield from forms.values()
+
+
+def _has_short_rows(program: Program, facts: FusionFacts) -> bool:
+    """Return False if no large array of a program has short rows."""
+    shapes = {shape for a in program.avals if (shape := getattr(a, "shape", ()))}
+    short = [s for s in shapes if isinstance(s[-1], int) and s[-1] <= facts.short_row]
+    return any(elements(s) >= facts.least_elements for s in short)
 
 
 def _keeps_order(e: Equation) -> bool:
@@ -145,10 +153,20 @@ class _Calls:
         facts, steps = self.r.facts, sum([self._steps(self.r.makers[v]) for v in call.order])
         form = JoinedRows(call, self._first_joined(call))
         size, row = size_read(call.e), form.shape[-1]
-        if not steps or row <= width or width > facts.short_row:
+        if steps < self._least_steps(call) or row <= width or width > facts.short_row:
             return None
         rows_s = [facts.rows_seconds(size / n, steps) for n in (width, row)]
         return form, self._seconds(call, form.shape, rows_s)
+
+    def _least_steps(self, call: RowCall) -> int:
+        """Return the operations from which joined axes are worth while.
+
+        What others compute too a loop stores for all, in an order of its own behind a barrier.
+        """
+        makers = self.r.makers
+        whole = [s.read for s in call.sources.values() if len(s.axes) == len(call.shape)]
+        made = [makers[v] for v in whole if v in makers]
+        return 2 if any(map(self._is_computed, made)) else 1
 
     def _partial(self, call: RowCall) -> Priced | None:
         """Return a call that reduces its rows, or the axis before its rows, in another form.
@@ -163,11 +181,15 @@ class _Calls:
         if row == facts.scalar_row and (ended or any(self._steps(m) > 1 for m in computed)):
             return None
         if reduced == {last}:
-            longest = facts.narrow_row
+            longest = facts.followed_row if ended else facts.narrow_row
             if not is_sum or self._is_shared(call):
-                longest //= 2
+                longest = facts.narrow_row // 2
             is_long = row > longest or row * len(computed) > facts.longest_form
-            return None if is_long or _is_product(call) else self._written(call, computed, ended)
+            slow = any(self.r.device.functions.of(m.name) > 1 for m in computed + ended)
+            is_small = slow and size_read(call.e) < facts.least_columns
+            if is_long or is_small or _is_product(call):
+                return None
+            return self._written(call, computed, ended)
         return self._split(call) if reduced == {last - 1} and self.joins else None
 
     def _is_shared(self, call: RowCall) -> bool:
