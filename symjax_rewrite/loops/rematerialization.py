@@ -154,7 +154,7 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bo
     what a step costs itself.
     """
     loops, memory = device.loops, device.memory
-    if kept_bytes < loops.least_remade_bytes:
+    if not kept_bytes or kept_bytes < loops.least_remade_bytes:
         return False
     moved = (1 + memory.passes_of_write) * kept_bytes / device.bytes_per_s
     if kept_bytes >= memory.kept_bytes:

@@ -50,6 +50,7 @@ SEEDS = {  # of random programs, and what went wrong
 FORCED = {  # the same, where every legal candidate is taken
     98010290: "what is written out of range was judged as clipped, where XLA drops it",
     98011140: "an array without elements was said to be made in a body, and made nowhere",
+    99600134: "results of no bytes were kept or computed again by a ratio of nothing",
 }
 
 
