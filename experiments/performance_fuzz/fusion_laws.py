@@ -9,7 +9,9 @@
 `piece_bytes` and `written_s` of `FusionFacts`. *Repeated products*: the same with a function of the
 sums; `repeats_followed`. *Followed*: sums of differences with a function in their call and after
 it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*: sums over arrays with
-short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`.
+short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`. *Columns*: sums of rows,
+as a call and written out; `narrow_row`, `followed_row`, `scalar_row`, `least_columns` and
+`column_functions`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def measure() -> None:
     squares()
     repeated()
     rows()
+    columns()
 
 
 def stored(x: Any) -> Any:
@@ -204,3 +207,28 @@ def rows(count: int = 1_000_000) -> None:
         long = seconds_of(lambda x, y, f=f: jnp.sum(f(joined(x), joined(y))), x, y)
         each = f"{1e9 * (short - long) / count:.1f} ns a row"
         print(f"rows of {width}, {name}: {short / long:.1f} times as long, {each}")
+
+
+def columns() -> None:
+    """Print the times of sums of short rows in a call, beside those of their columns in a loop."""
+    kinds: dict[str, Any] = {"squares": jnp.square, "exponentials": jnp.exp, "sines": jnp.sin}
+
+    def called(f: Any, x: Any) -> Any:
+        return jnp.sum(f(x), -1)
+
+    def written(f: Any, x: Any) -> Any:
+        made = sum([f(x[:, k]) for k in range(1, x.shape[1])], f(x[:, 0]))
+        return lax.optimization_barrier(stored(made))
+
+    def divided(total: Any, f: Any, x: Any) -> Any:
+        return x / total(f, x)[:, None]
+
+    widths, sizes = (2, 3, 4, 5, 6, 7, 8, 12), (100_000, 400_000, 2_000_000)
+    for width, size, (name, f) in itertools.product(widths, sizes, kinds.items()):
+        x = array(size // width, width)
+        parts = functools.partial
+        alone = [seconds_of(parts(total, f), x) for total in (called, written)]
+        after = [seconds_of(parts(divided, total, f), x) for total in (called, written)]
+        shares = [f"{by_columns / by_rows:.2f}" for by_rows, by_columns in (alone, after)]
+        print(f"{size} numbers in rows of {width}, {name}: written out {shares[0]} of the call's")
+        print(f"    with rows divided by them: {shares[1]}")
