@@ -186,9 +186,16 @@ class Terms:
         return self._in_order + self._device.spread_seconds(self.model.spread_bytes(self.t))
 
     @functools.cached_property
+    def stored(self) -> set[int]:
+        """Return the classes that the program stores, as written."""
+        t = self.t
+        facts = {c: self.model.facts_of(t.graph, c, node_of(t.graph, c)) for c in self.need.order}
+        return self.model.written(facts, tuple(sorted(self.need.outside)), set())
+
+    @functools.cached_property
     def seconds_by_order(self) -> float:
         """Return the part of these seconds that follows from the orders of axes in memory."""
-        return self._in_order - self._priced(CostModel(self._device, self.model.at))
+        return self._in_order - self._priced(CostModel(self._device, self.model.at, is_whole=True))
 
     def ordered_seconds(self, equations: Iterable[Equation]) -> float:
         """Return the most seconds that some equations take for the order of axes in memory."""
@@ -304,7 +311,7 @@ class Context:
         samples = self.assumptions.samples(names) if t.dim_env else [{}]
         t.sample = max(samples, key=lambda s: math.prod(s.values()))
         sample = self.sample = samples[0]
-        model = CostModel(self.device, lambda d: value(d, sample), terms=t)
+        model = CostModel(self.device, lambda d: value(d, sample), terms=t, is_whole=True)
         return Terms(t, need, known, samples, model, self.assumptions.are_narrow(names))
 
 

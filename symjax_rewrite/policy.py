@@ -50,6 +50,10 @@ def chosen(
         ),
     )
     choice.refuse(
+        _cutting(variants, choice.left),
+        Obstacle.COST("a call of XLA's library stores the products that it computed in tiles"),
+    )
+    choice.refuse(
         _repeated(choice.left),
         Obstacle.CONFLICT("an earlier candidate computes the same values"),
     )
@@ -123,6 +127,24 @@ class _Variants:
         """Return the bytes that the program without candidates does not store (`kept_bytes`)."""
         return self._kept_of(self.program)
 
+    def cut_seconds(self, c: Candidate) -> float:
+        """Return the seconds that a program saves less where calls end before their products.
+
+        The prices of most passes know nothing of such calls; 0 if no call computes products.
+        """
+        if not self._products_kept:
+            return 0.0
+        try:
+            made = self.of([c])
+        except ConflictError:
+            return 0.0
+        is_cut = self._kept_of(made, products_alone=True) < self._products_kept
+        return self._cut_seconds([c], made) if is_cut else 0.0
+
+    @functools.cached_property
+    def _products_kept(self) -> float:
+        return self._kept_of(self.program, products_alone=True)
+
     def _may_cut(self, made: Program) -> bool:
         """Return True if a call may end earlier in a program made of this one.
 
@@ -132,9 +154,9 @@ class _Variants:
         goes_on = self.context.device.folds.calls_go_on
         return self.kept > 0 and (goes_on or self._kept_of(made) < self.kept)
 
-    def _kept_of(self, program: Program) -> float:
+    def _kept_of(self, program: Program, products_alone: bool = False) -> float:
         terms = self.context.terms(program)
-        return kept_bytes(terms.t, terms.need, terms.model)
+        return kept_bytes(terms.t, terms.need, terms.model, products_alone)
 
     def _cut_seconds(self, found: Sequence[Candidate], made: Program) -> float:
         """Return the seconds that the whole program saves less than candidates state.
@@ -302,6 +324,17 @@ def _copying(
     if whole <= 0 or all(margins.pays_beside([c], whole, device) for c in unpriced):
         return []
     return [c for c in unpriced if not margins.pays_beside([c], added([c]), device)]
+
+
+def _cutting(variants: _Variants, found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that gain too little where they end calls that compute products."""
+    device = variants.context.device
+    priced = [c for c in found if not c.leaves_copies and c.before and c.after]
+    priced = [c for c in priced if all(p.opens for p in c.parts)]  # kernels know what they end
+    if device.fusions is None:
+        return []
+    added = ((c, variants.cut_seconds(c)) for c in priced)
+    return [c for c, s in added if s > 0 and not margins.pays_beside([c], s, device)]
 
 
 def _repeated(found: Sequence[Candidate]) -> list[Candidate]:

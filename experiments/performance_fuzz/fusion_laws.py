@@ -11,25 +11,33 @@ sums; `repeats_followed`. *Followed*: sums of differences with a function in the
 it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*: sums over arrays with
 short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`. *Columns*: sums of rows,
 as a call and written out; `narrow_row`, `followed_row`, `scalar_row`, `least_columns` and
-`column_functions`.
+`column_functions`. *Layers*: two products with a function between them, by themselves and with
+their rows normalised, which is one call that stores no product; `product_share` of `FoldFacts`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from performance_fuzz.timing import array, free_large_block, seconds_of
 
 from symjax_rewrite.cost import call_tiles
 from symjax_rewrite.cost.device_profiles import device_profile
+from symjax_rewrite.reports.program_cost import traffic
 
 BATCHED_SIZES = ((1, 5), (6, 9.5), (6, 9), (3, 6.6), (1, 7.6))  # logarithms
 REPEATED_SIZES = ((5, 9), (5, 9), (4, 7), (5, 7))
+LAYERS = (  # rows and features
+    (466_033, 9, 48, 9), (100_000, 9, 48, 48), (20_000, 9, 48, 9), (200_000, 16, 64, 16),
+    (50_000, 64, 256, 64), (8000, 64, 256, 64), (4500, 256, 1024, 256),
+)  # fmt: skip
 
 
 def measure() -> None:
@@ -42,6 +50,7 @@ def measure() -> None:
     repeated()
     rows()
     columns()
+    layers()
 
 
 def stored(x: Any) -> Any:
@@ -232,3 +241,22 @@ def columns() -> None:
         shares = [f"{by_columns / by_rows:.2f}" for by_rows, by_columns in (alone, after)]
         print(f"{size} numbers in rows of {width}, {name}: written out {shares[0]} of the call's")
         print(f"    with rows divided by them: {shares[1]}")
+
+
+def layers() -> None:
+    """Print the seconds of two layers, as results and with their rows normalised, and the price."""
+    device = device_profile("cpu")
+
+    def alone(x: Any, w: Any, v: Any) -> Any:
+        return jnp.tanh(x @ w) @ v
+
+    def normalised(x: Any, w: Any, v: Any) -> Any:
+        y = alone(x, w, v)
+        return y / (2 + jnp.max(y, axis=1, keepdims=True))
+
+    print("layers: rows, features, as results, normalised ms; normalised / predicted")
+    for n, k, m, e in LAYERS:
+        args = array(n, k), array(k, m), array(m, e)
+        apart, called = (seconds_of(f, *args) for f in (alone, normalised))
+        priced = traffic(jax.make_jaxpr(normalised)(*args), device, {}).seconds or math.inf
+        print(n, (k, m, e), f"{apart * 1e3:.2f} {called * 1e3:.2f} {called / priced:.2f}")

@@ -16,12 +16,17 @@ from symjax_rewrite.ir.dataflow import Needed, node_of, reaches
 from symjax_rewrite.ir.term_graph import TermGraph
 
 
-def kept_bytes(t: TermGraph, need: Needed, model: CostModel) -> float:
-    """Return the bytes of the values that a program does not store since calls go on."""
+def kept_bytes(t: TermGraph, need: Needed, model: CostModel, products_alone: bool = False) -> float:
+    """Return the bytes of the values that a program does not store since calls go on.
+
+    products_alone: of those alone that it does not store since calls compute products.
+    """
     facts = {c: model.facts_of(t.graph, c, node_of(t.graph, c)) for c in need.order}
-    if not any(f.is_called for f in facts.values()):
+    if not any(f.joins if products_alone else f.is_called for f in facts.values()):
         return 0.0
-    ended = {c: f._replace(in_calls=False) for c, f in facts.items()}
+    ended = {
+        c: f._replace(in_calls=f.in_calls and products_alone, joins=False) for c, f in facts.items()
+    }
     roots = tuple(sorted(need.outside))
     without, written = (model.written(x, roots, set()) for x in (ended, facts))
     return sum(facts[c].bytes for c in without - written)

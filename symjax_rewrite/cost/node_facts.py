@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from symjax_rewrite.cost.node_steps import ElementwiseWork, in_one
@@ -21,8 +22,8 @@ class Facts(NamedTuple):
     of the library computes. is_group: True for a reduction or a part whose operands are computed
     for it alone in its kernel. in_calls: True if a call computes it too after a reduction that it
     reads. reduces_rows: True if it reduces the last axis of an operand. function: name of its
-    function, or "". rows: steps that follow from the order of its axes. row: elements of its last
-    axis.
+    function, or "". rows: steps that follow from the order of its axes. joins: True for a product
+    that a call which reduces it computes too. row: elements of its last axis.
     """
 
     node: Node
@@ -43,19 +44,30 @@ class Facts(NamedTuple):
     reduces_rows: bool
     function: str
     rows: RowSteps
+    joins: bool
     row: float
 
 
-def work_of(kernel: list[Facts], inside: set[int], read: list[Facts]) -> ElementwiseWork:
-    """Return the elementwise work of the kernel of some nodes.
+def work_of(
+    classes: list[int], facts: Mapping[int, Facts], read: list[Facts]
+) -> tuple[ElementwiseWork, list[Facts]]:
+    """Return the elementwise work of the kernel of some classes, and the products of its call.
 
     It has loops over short rows if it reads broadcasts and has no reduction.
 
     Args:
-        kernel: facts of the nodes.
-        inside: their classes.
+        classes: the class that the kernel writes, and those that it computes for it.
+        facts: of every class.
         read: facts of what it reads in memory.
     """
+    products = [facts[c] for c in classes[1:] if facts[c].joins]
+    # A call cuts rows into tiles. What it computes itself is in caches, and not copied.
+    computed = [not {*classes}.isdisjoint(p.args) for p in products]
+    products = [
+        p._replace(packing=0.0) if c else p for p, c in zip(products, computed, strict=True)
+    ]
+    kernel = [facts[c] for n, c in enumerate(classes) if not n or not facts[c].joins]
+    inside = {*classes}
     work = in_one([f.work for f in kernel])
     steps = work.functions
     for f in kernel:
@@ -63,4 +75,4 @@ def work_of(kernel: list[Facts], inside: set[int], read: list[Facts]) -> Element
             steps += f.rows.unit
     if not work.reduces and min([f.bytes for f in read], default=math.inf) < kernel[0].bytes:
         steps += sum([f.rows.unrolled for f in kernel])
-    return work._replace(functions=steps)
+    return work._replace(functions=steps), products

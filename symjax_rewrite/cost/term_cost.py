@@ -29,7 +29,7 @@ from symjax_rewrite.cost.node_steps import (
 from symjax_rewrite.cost.row_steps import BY_ORDER, REDUCED, RowSteps, reduces_rows, row_steps
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import makers_of, numbers, postorder
-from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.egraph import EClass, EGraph
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import Node, Ref
@@ -39,6 +39,7 @@ FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 LIBRARY = frozenset({op.INVERSE, op.SOLVE, op.CONV})
 ELEMENTWISE = frozenset({op.MAP, op.ADD, op.CONTRACT})
 CALLED = frozenset({op.CONTRACT, op.REDUCE})
+CALLED_DTYPES = ("float32", "float64")
 PARTS = frozenset({op.SLICE, op.TAKE})
 
 
@@ -109,6 +110,7 @@ class CostModel:
     computes in the kernel that reads them, unless it is a product or there are several, the
     operations for each element. alone: those of these that one term of the program reads. terms:
     of the program, if they are its equations: by these the order of axes in memory is known.
+    is_whole: True if a whole program is priced, so that all readers of a product are known.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class CostModel:
         inlined: Mapping[int, float] = MappingProxyType({}),
         alone: frozenset[int] = frozenset(),
         terms: TermGraph | None = None,
+        is_whole: bool = False,
     ) -> None:
         self.device, self.at, self.computed, self.terms = device, at, computed, terms
+        self.is_whole = is_whole
         self.inlined, self.alone = inlined, alone
         self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
         self.has_calls = device.fusions is not None
@@ -271,14 +275,13 @@ class CostModel:
             largest = max(largest, f.bytes)
             if f.is_free or cls in given:
                 continue
-            kernel_bytes, work, fresh_s = self._kernel(facts, cls, written, given)
+            kernel_bytes, work, fresh_s, products = self._kernel(facts, cls, written, given)
             if f.flops is None:
                 elementwise += work.operations + work.functions
-            else:
-                flops += f.flops
+            flops += sum([p.flops or 0.0 for p in (f, *products)])
             launches += not self._is_fused(cls, f)
             moved += kernel_bytes
-            seconds += self._seconds(cls, f, kernel_bytes, work, fresh_s)
+            seconds += self._seconds(cls, f, kernel_bytes, work, fresh_s, products)
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
     def kernel_seconds(
@@ -300,24 +303,30 @@ class CostModel:
         return self._limits(root, facts[root], *self._kernel(facts, root, written, given))
 
     def _limits(
-        self, cls: int, f: Facts, kernel_bytes: float, work: ElementwiseWork, fresh_s: float
+        self,
+        cls: int,
+        f: Facts,
+        kernel_bytes: float,
+        work: ElementwiseWork,
+        fresh_s: float,
+        products: list[Facts],
     ) -> tuple[float, float, float, float]:
         d = self.device
         moved = kernel_bytes / d.bytes_per_s
         if self._is_fused(cls, f):
             return self.chained_seconds(work), moved, 0.0, 0.0
         least = self.step_seconds(work) if f.flops is None else f.flops / f.peak + f.packing
+        share = d.folds.product_share
+        least += sum([(p.flops or 0.0) / (share * p.peak) + p.packing for p in products])
         return least, moved, fresh_s, d.launch_s
 
     def _is_fused(self, cls: int, f: Facts) -> bool:
         """Return True if an elementwise value is computed in the kernel of its reader."""
         return cls in self.fused and not f.is_kernel
 
-    def _seconds(
-        self, cls: int, f: Facts, kernel_bytes: float, work: ElementwiseWork, fresh_s: float
-    ) -> float:
-        """Return the seconds of a kernel by the facts of the class that it writes."""
-        arithmetic, memory, fresh, launch = self._limits(cls, f, kernel_bytes, work, fresh_s)
+    def _seconds(self, cls: int, f: Facts, *kernel: Any) -> float:
+        """Return the seconds of a kernel (`_kernel`) by the facts of the class that it writes."""
+        arithmetic, memory, fresh, launch = self._limits(cls, f, *kernel)
         beside = 0.0 if f.is_kernel else self.device.memory.beside * min(arithmetic, memory)
         return max(arithmetic, memory) + beside + fresh + launch
 
@@ -370,7 +379,7 @@ class CostModel:
         is_kernel = flops is not None or kind == op.CUMSUM
         pages = self.device.page_seconds(written)
         is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
-        is_called = is_called and c.dtype in ("float32", "float64")
+        is_called = is_called and c.dtype in CALLED_DTYPES
         in_calls = self.has_calls and space >= LEAST_ELEMENTS and is_followed(node, is_called)
         rows = RowSteps()
         if made is not None and made.name in (REDUCED if is_called else VECTORISED):
@@ -383,8 +392,24 @@ class CostModel:
             is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
             is_called, reduces or kind not in ELEMENTWISE, in_calls,
             is_called and reduces_rows(node, made), function,
-            rows, self._count(c.sizes[-1:]),
+            rows, flops is not None and self._joins(c, node), self._count(c.sizes[-1:]),
         )  # fmt: skip
+
+    def _joins(self, c: EClass, node: Node) -> bool:
+        """Return True for a product that a call of the library which reduces it computes too.
+
+        A product with a vector is no part of a call. What a call stores by itself of batches and of
+        square results depends on the device (`FoldFacts.streams_batches`).
+        """
+        if not (self.has_calls and self.is_whole and is_dot(node)) or c.dtype not in CALLED_DTYPES:
+            return False
+        a, b = ({i for i in x.axes if i < node.out} for x in node.args)
+        left, right = (self._count(tuple([c.sizes[i] for i in x])) for x in (a - b, b - a))
+        if min(left, right) <= 1:
+            return False
+        folds = self.device.folds
+        is_plain = left != right or self._count(node.bound) <= folds.square_features
+        return folds.streams_batches or (is_plain and not a & b)
 
     def ordered_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the most seconds that a node takes for the order of its axes in memory."""
@@ -419,22 +444,39 @@ class CostModel:
         groups: dict[int, set[int]] = {}  # that read a class
         mine: dict[int, int] = {}
         written, ended = set(roots), set[int]()  # the second: read by what no call computes
+        reduced, cut = set[int](), set[int]()  # what a call reduces; read in parts, from memory
         for cls in reversed(facts):
             f, readers = facts[cls], groups.get(cls, {cls})
-            if f.is_kernel or len(readers) > 1:
+            is_reduced = cls in reduced and cls not in written and cls not in cut
+            joins = f.joins and is_reduced and len(readers) == 1
+            if (f.is_kernel and not joins) or len(readers) > 1:
                 written.add(cls)
             if cls in given:
                 continue
-            if f.is_kernel:
+            if f.is_kernel and not joins:
                 written.update(f.args)
-            if not f.in_calls:
+            if not (f.in_calls or joins):
                 ended.update(f.args)
+            if self._goes_on(f, facts, is_reduced and len(readers) == 1):
+                reduced.update(f.args)
+            cut.update(f.parts)
             group = next(iter(readers))
             is_with = cls not in written and self.is_with(f, facts[group], cls in ended)
-            mine[cls] = group if is_with else cls
+            mine[cls] = group if is_with or joins else cls
             for arg in f.args:
                 groups.setdefault(arg, set()).add(mine[cls])
         return written, mine
+
+    def _goes_on(self, f: Facts, facts: Mapping[int, Facts], is_reduced: bool) -> bool:
+        """Return True if a call reduces the operands of a class, which it reads or computes.
+
+        is_reduced: whether the call computes the class to reduce it.
+        """
+        if f.is_called:
+            return f.in_calls
+        if not is_reduced or (f.is_group and not f.joins):
+            return False
+        return not is_outside(f.node, [facts[a].function for a in f.args if a in facts])
 
     def is_with(self, f: Facts, group: Facts, is_ended: bool) -> bool:
         """Return True if the operands of a class are computed for the one group that reads it.
@@ -452,14 +494,14 @@ class CostModel:
 
     def _kernel(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
-    ) -> tuple[float, ElementwiseWork, float]:
+    ) -> tuple[float, ElementwiseWork, float, list[Facts]]:
         """Return the bytes moved and the elementwise work of the kernel that writes `root`.
 
         The third is the seconds of fresh memory. An elementwise kernel needs none where XLA writes
         its result over an operand: an array of its size that the program has computed. A product
         needs more where it reads a value that would else be inlined, and so does a library's
         reduction of a value that the library cannot compute. Inlined operands make a reduction
-        take longer.
+        take longer. The last are the products that a call computes to reduce them.
         """
         read: dict[tuple[int, bool], float] = {}
         called: set[int] = set()  # values of calls
@@ -493,12 +535,12 @@ class CostModel:
                     stack.append(arg)
                     called.update((arg,) if in_call else ())
         made, flops = facts[root].bytes, facts[root].flops
-        work = work_of([facts[c] for c in stack], inside, [facts[c] for c, _ in read])
+        work, products = work_of(stack, facts, [facts[c] for c, _ in read])
         if self.device.layouts and flops is None and any(facts[c].is_turned for c in stack):
             steps = crossed_steps(facts, stack, self.device)
             work = work._replace(functions=work.functions + steps)
         if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
-            return max(sum(read.values()) - made, 0.0), work, 0.0
+            return max(sum(read.values()) - made, 0.0), work, 0.0, products
         apart = (c for c, _ in read if c not in given)
         computed = (c for c in apart if c in self.computed or not facts[c].is_free)
         in_place = flops is None and any(facts[c].bytes == made for c in computed)
@@ -509,7 +551,7 @@ class CostModel:
         if self._reduces_again(facts, called) and max(read.values(), default=0) < work.widest:
             work = work._replace(widest=0.0, reduces=False)  # reduced in registers
         moved = sum(read.values()) + sum([2 * facts[c].bytes for c in stored])
-        return made + moved, work, fresh_s
+        return made + moved, work, fresh_s, products
 
     def _reduces_again(self, facts: Mapping[int, Facts], called: set[int]) -> bool:
         """Return True if a call computes values of which one is a reduction: see `is_with`."""

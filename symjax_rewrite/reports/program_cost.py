@@ -113,7 +113,7 @@ class ProgramTerms:
 
     def model(self, device: Device, sample: Sample) -> CostModel:
         """Return the cost model of a device at sample sizes."""
-        return CostModel(device, lambda d: value(d, sample), terms=self.t)
+        return CostModel(device, lambda d: value(d, sample), terms=self.t, is_whole=True)
 
 
 def _plus(a: Any, b: Any) -> Any:

@@ -540,3 +540,39 @@ def test_the_order_of_axes_costs_no_more_than_its_equations_say(fun: Any) -> Non
     terms = Terms(t, need, set(), [{}], model)
     assert 0 < terms.seconds_by_order <= terms.ordered_seconds(program.equations)
     assert terms.ordered_seconds(program.equations[:0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("after", "stored"),
+    [
+        (lambda y: jnp.max(y, axis=1), False),
+        (lambda y: y / (1 + jnp.max(y, axis=1, keepdims=True)), False),
+        (lambda y: jnp.sum(y, axis=0), False),
+        (lambda y: y, True),
+        (lambda y: (y, jnp.max(y, axis=1)), True),
+        (lambda y: jnp.max(jnp.where(y > 0, y, 2 * y), axis=1), True),
+        (lambda y: jnp.max(jnp.clip(y, 0, 1), axis=1), True),
+    ],
+    ids=["extrema", "divided", "columns", "results", "results too", "selected", "clamped"],
+)
+def test_a_call_that_reduces_a_product_computes_the_products_before_it(after: Any, stored: bool):
+    """The temporaries of XLA, by `memory_analysis`, are the first product, or nothing."""
+
+    def program(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+        return after(jnp.tanh(x @ w) @ v)
+
+    shapes = (60_000, 32), (32, 256), (256, 16)
+    t = build(flatten(jax.make_jaxpr(program)(*[spec(*s) for s in shapes])))
+    need, model = needed(t), CostModel(CPU, t.number, terms=t, is_whole=True)
+    facts = {c: model.facts_of(t.graph, c, node_of(t.graph, c)) for c in need.order}
+    written = model.written(facts, tuple(need.outside), set())
+    assert any(facts[c].joins for c in written) == stored
+
+
+def test_products_that_a_call_computes_count_as_arithmetic():
+    def program(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.max(jnp.tanh(x @ w) @ v, axis=1)
+
+    shapes = (60_000, 32), (32, 256), (256, 16)
+    report = sym_optimize(program, device="cpu").explain(*[spec(*s) for s in shapes])
+    assert report.before.flops == 2 * 60_000 * 256 * (32 + 16)

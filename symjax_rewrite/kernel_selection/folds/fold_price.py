@@ -87,20 +87,22 @@ def compared(
     routes: list[FoldRoute],
     device: Device,
     beside_s: float = 0.0,
+    in_call: bool = False,
 ) -> tuple[float, float, int]:
     """Return predicted seconds of a cluster's terms as written and of its folds, and `bytes_whole`.
 
     A cluster that XLA streams holds no bytes in memory. Its library stores the weights of a softmax
     of long rows.
 
-    beside_s: seconds of fresh memory that stored terms need beside other temporaries.
+    beside_s: seconds of fresh memory that stored terms need beside other temporaries. in_call: True
+    if a call of XLA's library computes the terms and reduces their results.
     """
     written = written_terms(t, cluster)
     library = is_in_library(t, cluster, written, device)
     inside = library and is_all_in_library(written)
     few = inside and stores_no_term(t, cluster, device)
     moved_s = transposed_pairs_seconds(t, cluster, device)
-    streamed = not moved_s and (few or is_streamed(t, cluster, written, device))
+    streamed = not moved_s and (in_call or few or is_streamed(t, cluster, written, device))
     fresh = 0 if streamed else bytes_whole(t, written, device, library)
     copied = largest_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
     copies = 0 if streamed else copied * (1 + library)
@@ -109,7 +111,10 @@ def compared(
     if apart:  # the library allocates each term by itself
         fresh, fresh_s = library_memory(t, cluster, fresh, device)
     fast = with_temporaries(device, fresh)
-    whole = (seconds_streamed if streamed or apart else seconds_whole)(t, cluster, written, fast)
+    if streamed or apart:
+        whole = seconds_streamed(t, cluster, written, fast, in_call)
+    else:
+        whole = seconds_whole(t, cluster, written, fast)
     whole -= gained_in_batches(t, written, device, fast)
     whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)

@@ -68,7 +68,8 @@ class Comparison(NamedTuple):
 class Comparisons:
     """The comparisons of one cluster with its folds at the samples of the named sizes.
 
-    beside_s: seconds of fresh memory that its terms need beside other temporaries.
+    beside_s: seconds of fresh memory that its terms need beside other temporaries. in_call: True if
+    a call of XLA's library computes its terms and reduces its results.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Comparisons:
         folds: Sequence[FoldRoute],
         device: Device,
         beside_s: float = 0.0,
+        in_call: bool = False,
     ) -> None:
         self.t, self.cluster, self.folds, self.device = t, cluster, folds, device
-        self.beside_s = beside_s
+        self.beside_s, self.in_call = beside_s, in_call
 
     def at(self, sample: Sample) -> Comparison:
         """Compare the cluster as written with its folds at one sample."""
@@ -88,7 +90,8 @@ class Comparisons:
         with t.at(sample):
             routes = [at_sample(r, t) for r in self.folds]
             reordered = reorders(t, self.cluster, routes, device)
-            before, after, saved = compared(t, self.cluster, routes, device, self.beside_s)
+            beside = self.beside_s, self.in_call
+            before, after, saved = compared(t, self.cluster, routes, device, *beside)
             if all(r.spec.named and xla_blocks(r.spec).steps(r.spec) == 1 for r in routes):
                 after = before  # one block holds all pairs: the operations are those written
             pairs = min(math.prod((*r.spec.batch_shape, r.spec.rows, r.spec.cols)) for r in routes)

@@ -17,8 +17,9 @@ from symjax_rewrite.candidates import Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.temporaries import may_be_fresh, may_hold_fresh, temporaries_of
+from symjax_rewrite.cost.term_cost import is_dot
 from symjax_rewrite.errors import KernelError, UsageError, choice
-from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
+from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.attention_gradients import with_gradient
@@ -271,7 +272,8 @@ class _FoldSelection:
     def _refused(self, t: TermGraph, cluster: Cluster, folds: list[FoldRoute]) -> str:
         """Return the reason to refuse folds for their price, or an empty string."""
         beside_s = self.beside_s.get(id(cluster), 0.0)
-        compare = Comparisons(t, cluster, folds, self.device, beside_s)
+        in_call = t is self.terms.t and self._is_in_call(cluster)
+        compare = Comparisons(t, cluster, folds, self.device, beside_s, in_call)
         found = [compare.at(sample) for sample in self.samples]
         cluster.seconds = found[0].before_s, found[0].after_s
         cluster.memory = margins.memory_note(found[0].saved, self.device)
@@ -289,6 +291,16 @@ class _FoldSelection:
         gain = max(c.before_s / c.after_s for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
         return Obstacle.COST(f"{too_slow(gain, least)}{cluster.memory}{where}")
+
+    def _is_in_call(self, cluster: Cluster) -> bool:
+        """Return True if a call of XLA's library computes a cluster's products and reduces them.
+
+        The call cuts rows into tiles, and stores none of the cluster's terms.
+        """
+        made = {m.reduction.cls for m in cluster.members}
+        if not all(is_dot(node_of(self.terms.t.graph, c)) for c in made):
+            return False
+        return self.terms.stored.isdisjoint(made | cluster.classes()[0])
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:

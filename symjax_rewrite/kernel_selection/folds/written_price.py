@@ -37,14 +37,19 @@ from symjax_rewrite.kernel_selection.partial_sort import SELECTED
 
 
 def seconds_streamed(
-    t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device
+    t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device, in_call: bool = False
 ) -> float:
-    """Return seconds of products and their reductions in one loop, which writes no term."""
+    """Return seconds of products and their reductions in one loop, which writes no term.
+
+    in_call: True if a call computes all products. What it computes itself is not copied.
+    """
     choice, mine, reduced, _ = written
     model = CostModel(device, t.number, terms=t)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c in reduced or c not in mine)
-    products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
+    products = sum((facts[c].flops or 0.0) / facts[c].peak for c in mine)
+    copied = (c for c in mine if not in_call or mine.isdisjoint(facts[c].args))
+    products += sum(facts[c].packing for c in copied)
     steps = sum(model.chained_seconds(facts[c].work) for c in mine if facts[c].flops is None)
     steps += _feature_steps(t, cluster, device.folds) / device.folds.fused_steps_per_s
     return products + max(steps, moved / device.bytes_per_s)
