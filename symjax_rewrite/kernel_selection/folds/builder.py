@@ -44,6 +44,7 @@ from symjax_rewrite.kernel_selection.folds.tile_program import (
 )
 from symjax_rewrite.kernel_selection.kernel_candidate import read_over
 from symjax_rewrite.kernel_selection.mask_bounds import band_of, known_operand
+from symjax_rewrite.pallas_kernels.fold.cost import pieces_moved
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
@@ -60,6 +61,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     WeightedTerm,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import MOST_COLUMNS
+from symjax_rewrite.pallas_kernels.fold.tiling import xla_blocks
 
 _REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
 
@@ -131,21 +133,25 @@ class FoldRoute:
         """Return the fold with its products' operands as the program stores them.
 
         Loops would cut transposed copies of other operands: products read rows and features in
-        either order. Blocks of a batch that is not stored first would be small pieces.
+        either order. An operand whose batch is not stored first is left as it is if its blocks
+        would be no larger pieces of memory.
         """
         shared = {*self.spec.batch, self.spec.row, self.spec.col}
-        operands = [*self.spec.operands]
-        for k in self.spec.contracted:
+        spec = self.spec
+        for k in spec.contracted:
             cls, axes = self.inputs[k]
             order = stored_order(t, cls)
             if len(order) != len(axes) or not all(isinstance(a, str) for a in axes):
                 continue
             stored = tuple([axes[slot] for slot in order])
-            many = [a for a in axes if a in self.spec.batch]
-            alike = [a for a in stored if a not in shared] == [*self.spec.features(k)]
-            if alike and [*stored[: len(many)]] == many:
-                operands[k] = replace(operands[k], axes=stored)
-        return replace(self, spec=replace(self.spec, operands=tuple(operands)))
+            many = [a for a in axes if a in spec.batch]
+            if [a for a in stored if a not in shared] != [*spec.features(k)]:
+                continue
+            operand = replace(spec.operands[k], axes=stored)
+            moved = replace(spec, operands=(*spec.operands[:k], operand, *spec.operands[k + 1 :]))
+            if [*stored[: len(many)]] == many or _in_larger_pieces(moved, spec):
+                spec = moved
+        return replace(self, spec=spec)
 
     def folded(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """Return all results of the fold of its operands."""
@@ -225,6 +231,13 @@ class FoldRoute:
     def _read_over(self, emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
         by_axis = dict(zip(axes, sizes, strict=True))
         return read_over(emitter, ref, tuple(axes), by_axis, ref.cls in (self.wide or ()))
+
+
+def _in_larger_pieces(spec: FoldSpec, other: FoldSpec) -> bool:
+    """Return True if loops cut the arrays of a fold into larger pieces than those of another."""
+    if spec.named:
+        return False
+    return pieces_moved(spec, xla_blocks(spec)) < pieces_moved(other, xla_blocks(other))
 
 
 def stored_order(t: TermGraph, cls: int) -> tuple[int, ...]:

@@ -99,3 +99,21 @@ def test_row_algebra_of_a_block_is_no_part_of_its_sums():
     given = [jax.ShapeDtypeStruct(s, "float32") for s in ((20_000, 8), (30, 8), (30, 1))]
     jaxpr = jax.make_jaxpr(sym_optimize(gates, kernels="always", device="cpu"))(*given)
     assert "reduce_precision" in str(jaxpr)
+
+
+def test_loops_of_products_cut_operands_that_are_stored_batch_in_the_middle(one_device):
+    """In the order of its class an operand was copied, and cut into pieces of one element."""
+
+    def distances(x, m, s):
+        d = x[:, None] - m
+        return jnp.einsum("nki,kij,nkj->nk", d, s, d)
+
+    shapes = (10_000, 16), (32, 16), (32, 16, 16)
+    given = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    optimised = sym_optimize(distances, device="cpu")
+    assert [r.name for r in optimised.explain(*given).routes if r.taken] == ["fold"]
+    text = optimised.lower(*given).compile().as_text()
+    assert "f32[10000,32,16]" in text
+    assert "f32[10000,16,32]" not in text
+    small = (40, 16), (8, 16), (8, 16, 16)
+    agree(distances, *small, kernels="always", choices=CHOICES[:1])
