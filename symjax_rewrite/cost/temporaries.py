@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -134,13 +134,28 @@ class Temporaries(NamedTuple):
     spans: list[tuple[int, Span]]
     results: list[tuple[float, int]]
 
-    def bytes(self, without: Container[int] = ()) -> float:
-        """Return the most bytes that are held at once outside the results.
+    def bytes(self) -> float:
+        """Return the most bytes that are held at once outside the results."""
+        return _most(_outside_results([span for _, span in self.spans], self.results))
 
-        without: classes that are not stored.
+    def replaced(self, gone: Container[int], arrays: Mapping[int, float]) -> Temporaries:
+        """Return the temporaries where one kernel computes what some classes were stored for.
+
+        gone: classes that are stored no more. arrays: bytes of the classes that the kernel reads
+        and writes. It holds them all until the last reader of the others.
         """
-        left = [span for cls, span in self.spans if cls not in without]
-        return _most(_outside_results(left, self.results))
+        levels = [span[1:] for cls, span in self.spans if cls in gone]
+        if not levels:
+            return self
+        start, end = min(first for first, _ in levels), max(until for _, until in levels)
+        spans = []
+        for cls, (size, first, until) in self.spans:
+            if cls not in gone:
+                held = max(until, end) if cls in arrays else until
+                spans.append((cls, (size, first, held)))
+        stored = {cls for cls, _ in spans}
+        new = [(cls, (size, start, end)) for cls, size in arrays.items() if cls not in stored]
+        return Temporaries(spans + new, self.results)
 
 
 def temporaries_of(t: TermGraph, need: Needed, model: CostModel) -> Temporaries:

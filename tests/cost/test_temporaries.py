@@ -10,7 +10,12 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
-from symjax_rewrite.cost.temporaries import FreshMemory, may_hold_fresh, temporaries_of
+from symjax_rewrite.cost.temporaries import (
+    FreshMemory,
+    Temporaries,
+    may_hold_fresh,
+    temporaries_of,
+)
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.reports.program_cost import ProgramTerms
 
@@ -110,3 +115,26 @@ def test_a_smaller_block_costs_nothing_where_prices_by_value_fall_more() -> None
     before, after = FreshMemory(0.04, 0.0), FreshMemory(0.02, 0.003)
     assert after.beyond(before) == 0
     assert FreshMemory(0.05, 0.02).beyond(before) == pytest.approx(0.01)
+
+
+def test_a_kernel_holds_all_that_it_reads_and_writes() -> None:
+    """Without a term of 30 bytes, its operand of 10 and a new result of 5 are held together."""
+    block = Temporaries([(1, (10.0, 0, 1)), (2, (30.0, 1, 3)), (3, (8.0, 3, 4))], [])
+    assert block.bytes() == 40
+    assert block.replaced({2}, {1: 10.0, 7: 5.0}).bytes() == 23
+    assert block.replaced({2}, {}).bytes() == 10
+    assert block.replaced({9}, {1: 10.0, 7: 5.0}) == block
+
+
+def test_folds_as_large_as_their_terms_save_no_fresh_memory(one_device: None) -> None:
+    """Gradients of filters of pairs: a fold with the results of its pairs took 1.3 to 1.4 times."""
+
+    def filtered(x: Any, h: Any, first: Any, second: Any) -> Any:
+        r = jnp.sqrt(jnp.sum((x[:, None] - x) ** 2, -1) + 1e-6)
+        near = jnp.exp(-10 * (r[..., None] - jnp.linspace(0, 5, len(first))) ** 2)
+        return jnp.sum(jnp.sum(h * (jax.nn.softplus(near @ first) @ second), 1) ** 2)
+
+    shapes = (200, 3), (200, 64), (50, 64), (64, 64)
+    specs = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
+    report = sym_optimize(jax.grad(filtered)).explain(*specs)
+    assert not any(r.taken for r in report.routes), report

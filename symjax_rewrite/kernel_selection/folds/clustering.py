@@ -92,7 +92,8 @@ class Cluster:
     light: classes computed from index numbers and tests alone that some reduction reduces directly.
     seconds: predicted, of its terms as written and of the folds that replace them. by_size: True if
     it is refused for its price at named sizes. memory: a clause on the memory that it saves.
-    declined: why another kernel may not compute its folds.
+    declined: why another kernel may not compute its folds. arrays: classes that its folds read and
+    give, which are in memory.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
@@ -103,6 +104,7 @@ class Cluster:
     by_size: bool = False
     memory: str = ""
     declined: str = ""
+    arrays: frozenset[int] = frozenset()
 
     @property
     def pairs(self) -> int:

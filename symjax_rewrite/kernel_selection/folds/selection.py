@@ -16,7 +16,12 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal, Terms
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.temporaries import may_be_fresh, may_hold_fresh, temporaries_of
+from symjax_rewrite.cost.temporaries import (
+    Temporaries,
+    may_be_fresh,
+    may_hold_fresh,
+    temporaries_of,
+)
 from symjax_rewrite.cost.term_cost import is_dot
 from symjax_rewrite.errors import KernelError, UsageError, choice
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, node_of
@@ -163,8 +168,9 @@ class _FoldSelection:
     def _reopen(self, t: TermGraph, taken: list[Cluster], found: list[Cluster]) -> bool:
         """Decide anew about clusters whose terms need fresh memory beside other temporaries.
 
-        The memory of the terms of folds that are taken is gone already. Temporaries of the body of
-        a loop or branch are in the block of the whole call.
+        The memory of the terms of folds that are taken is gone already. Folds hold what they read
+        and give in memory instead. Temporaries of the body of a loop or branch are in the block of
+        the whole call.
         """
         terms, device = self.terms, self.device
         dear = [c for c in found if c.seconds and obstacle_of(c.reason) is Obstacle.COST]
@@ -172,18 +178,23 @@ class _FoldSelection:
             return False
         if not (may_be_fresh(t.program, device) and may_hold_fresh(t.program, device)):
             return False
-        block = temporaries_of(t, terms.need, terms.model)
-        gone = {cls for c in taken for cls in c.classes()[0]}
-        left_s = device.page_seconds(block.bytes(gone))
+        known = terms.need.outside.union(t.leaf_value)
+
+        def folded(block: Temporaries, c: Cluster) -> Temporaries:
+            arrays = [(a, terms.model.class_bytes(t.graph, a)) for a in c.arrays - known]
+            return block.replaced(c.classes()[0], dict(arrays))
+
+        block = functools.reduce(folded, taken, temporaries_of(t, terms.need, terms.model))
+        left_s = device.page_seconds(block.bytes())
         for c in sorted(dear, key=lambda c: -c.pairs):
             before_s, after_s = c.seconds or (0.0, 0.0)
             if not left_s or not margins.pays(before_s + left_s, after_s, "fold", device):
                 continue  # not even if nothing were left
-            without = gone | c.classes()[0]
-            without_s = device.page_seconds(block.bytes(without))
+            without = folded(block, c)
+            without_s = device.page_seconds(without.bytes())
             if margins.pays(before_s + left_s - without_s, after_s, "fold", device):
                 self.beside_s[id(c)] = left_s - without_s
-                c.reason, gone, left_s = "", without, without_s
+                c.reason, block, left_s = "", without, without_s
         return bool(self.beside_s)
 
     def _refuse_equal(self, t: TermGraph, need: Needed, found: list[Cluster]) -> None:
@@ -195,7 +206,7 @@ class _FoldSelection:
         for first, *others in groups:
             for c in others if first.reason else ():
                 c.reason, c.by_size = first.reason, first.by_size
-                c.seconds, c.memory = first.seconds, first.memory
+                c.seconds, c.memory, c.arrays = first.seconds, first.memory, first.arrays
 
     def _routes(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
@@ -260,6 +271,8 @@ class _FoldSelection:
             if not support and not route.kernel:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
             route.price = functools.partial(price_at, route, t, self.samples[0])
+        arrays = (c for route in folds for c in (*route.operands(), *route.gives()))
+        draft.cluster.arrays = frozenset(arrays)
         why = self._refused(t, draft.cluster, folds)
         if why and self.kernels == "auto":
             return why
