@@ -62,6 +62,11 @@ class Margins:
     far_field: float = quantity(
         "1", "a fold by cells: folds of few steps are priced too high", JUDGED, 2.5
     )
+    fresh: float = quantity(
+        "1", "times that fresh memory may take less than priced, on a system at rest: a fold that "
+        "pays by the fresh memory of a whole program must pay then too",
+        JUDGED, 2.0,
+    )  # fmt: skip
     even: float = quantity("1", "a fold at those named sizes where it gains least", JUDGED, 1.0)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)

@@ -138,3 +138,18 @@ def test_folds_as_large_as_their_terms_save_no_fresh_memory(one_device: None) ->
     specs = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
     report = sym_optimize(jax.grad(filtered)).explain(*specs)
     assert not any(r.taken for r in report.routes), report
+
+
+def test_a_fold_that_pays_by_fresh_memory_pays_at_rest_too(one_device: None) -> None:
+    """A contrastive loss and its gradient: 1.3 times as long at rest, 0.9 under load."""
+
+    def contrasted(x: Any, labels: Any) -> Any:
+        x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+        s, others = x @ x.T / 0.1, ~jnp.eye(len(x), dtype=bool)
+        p = s - jax.nn.logsumexp(jnp.where(others, s, -jnp.inf), 1, keepdims=True)
+        alike = (labels[:, None] == labels) & others
+        return -jnp.mean(jnp.sum(jnp.where(alike, p, 0), 1) / jnp.maximum(alike.sum(1), 1))
+
+    given = [jax.ShapeDtypeStruct((2000, 128), "float32"), jax.ShapeDtypeStruct((2000,), "int32")]
+    report = sym_optimize(jax.value_and_grad(contrasted)).explain(*given)
+    assert not any(r.taken for r in report.routes), report

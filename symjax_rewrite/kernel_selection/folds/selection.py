@@ -184,14 +184,18 @@ class _FoldSelection:
             arrays = [(a, terms.model.class_bytes(t.graph, a)) for a in c.arrays - known]
             return block.replaced(c.classes()[0], dict(arrays))
 
+        def least_s(block: Temporaries) -> float:
+            """Return the seconds of a block that is fresh in every call, at rest."""
+            return device.page_seconds(block.bytes()) / device.margins.fresh
+
         block = functools.reduce(folded, taken, temporaries_of(t, terms.need, terms.model))
-        left_s = device.page_seconds(block.bytes())
+        left_s = least_s(block)
         for c in sorted(dear, key=lambda c: -c.pairs):
             before_s, after_s = c.seconds or (0.0, 0.0)
             if not left_s or not margins.pays(before_s + left_s, after_s, "fold", device):
                 continue  # not even if nothing were left
             without = folded(block, c)
-            without_s = device.page_seconds(without.bytes())
+            without_s = least_s(without)
             if margins.pays(before_s + left_s - without_s, after_s, "fold", device):
                 self.beside_s[id(c)] = left_s - without_s
                 c.reason, block, left_s = "", without, without_s
