@@ -3,16 +3,18 @@
 `laws.py` runs them.
 
 *Squares*: products of sums over features with as many columns as rows; `square_repeats` of
-`FusionFacts`. *Batched sums*: batches of products of sums over features; `batch_pages` of
-`FusionFacts`. *Repeated*: sums of rows, copied along an inner axis; `repeated_s` of `FusionFacts`.
-*Fusions*: differences of a product and points, reduced, with the product in the fusion and stored;
-`piece_bytes` and `written_s` of `FusionFacts`. *Repeated products*: the same with a function of the
-sums; `repeats_followed`. *Followed*: sums of differences with a function in their call and after
-it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*: sums over arrays with
-short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`. *Columns*: sums of rows,
-as a call and written out; `narrow_row`, `followed_row`, `scalar_row`, `least_columns` and
-`column_functions`. *Layers*: two products with a function between them, by themselves and with
-their rows normalised, which is one call that stores no product; `product_share` of `FoldFacts`.
+`FusionFacts`. *Square products*: the same with a product in the right operand and a reader;
+`square_product` and `square_tile`. *Batched sums*: batches of products of sums over features;
+`batch_pages` of `FusionFacts`. *Repeated*: sums of rows, copied along an inner axis; `repeated_s`
+of `FusionFacts`. *Fusions*: differences of a product and points, reduced, with the product in the
+fusion and stored; `piece_bytes` and `written_s` of `FusionFacts`. *Repeated products*: the same
+with a function of the sums; `repeats_followed`. *Followed*: sums of differences with a function in
+their call and after it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*:
+sums over arrays with short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`.
+*Columns*: sums of rows, as a call and written out; `narrow_row`, `followed_row`, `scalar_row`,
+`least_columns` and `column_functions`. *Layers*: two products with a function between them, by
+themselves and with their rows normalised, which is one call that stores no product; `product_share`
+of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def measure() -> None:
     followed()
     batched_sums()
     squares()
+    square_products()
     repeated()
     rows()
     columns()
@@ -180,6 +183,24 @@ def squares(width: int = 8) -> None:
             apart = seconds_of(lambda x, y, b: stored(distances(x, y)) @ b, x, y, b)
             times = (fused - apart) / once
             print(f"{rows} × {terms} times {terms} × {columns}: {times:.1f} times again")
+
+
+def square_products(width: int = 32) -> None:
+    """Print how often a product that a sum reads computes again the product in its right operand.
+
+    The seconds beyond those with a stored result are those of so many operands.
+    """
+    for rows in (200, 400, 500, 600, 800, 1200):
+        x, y, b = array(rows, width), array(rows, width), array(rows, rows)
+        for name, f in {"tanh": jnp.tanh, "exp": lambda z: jnp.exp(-abs(z) - 1)}.items():
+            once = seconds_of(lambda x, y, f=f: f(x @ y.T), x, y)
+            fused, apart = (
+                seconds_of(
+                    lambda x, y, b, f=f, kept=kept: jnp.sum(kept(b @ f(x @ y.T)) ** 2), x, y, b
+                )
+                for kept in (lambda z: z, stored)
+            )
+            print(f"{rows} × {rows}, {name}: {(fused - apart) / once:.1f} times again")
 
 
 def repeated() -> None:

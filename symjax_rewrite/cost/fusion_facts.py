@@ -61,6 +61,10 @@ class FusionFacts:
     square_repeats: float = quantity(
         "1", "times that a product with a square result repeats a sum fused with it", LAWS, 0.0
     )
+    square_product: float = quantity(
+        "1", "times that it repeats a product in its right operand if it is fused", LAWS, 8.0
+    )
+    square_tile: float = quantity("elements", "of a result, up to which it does not", LAWS, 1 << 18)
     batch_pages: float = quantity(
         "1", "share of the pages of computed rows that a batch of products writes, mean", LAWS, 0.0
     )
@@ -113,6 +117,13 @@ class FusionFacts:
         """
         beyond = (held_bytes / self.tile_bytes - 1) / 4
         return self.tile_s * elements * min(max(beyond, 0.0), 1.0)
+
+    def product_repeats(self, elements: float) -> float:
+        """Return how often a fused product with a square result computes another one again.
+
+        elements: of the result. From one tile to two the times rise, so that prices have no jump.
+        """
+        return self.square_product * min(max(elements / self.square_tile - 1, 0.0), 1.0)
 
     def batch_page_share(self, kept_blocks: float) -> float:
         """Return the share of the pages of computed rows that a batch of products writes.

@@ -10,7 +10,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
 - A product of matrices takes the reductions that it reads into its own call, and writes their
   operands. Until jaxlib 0.12, a product with as many rows as columns reduces again for its left
   operand, and, if it is fused with a reader, for a square right operand. It then takes up to 100
-  times as long.
+  times as long. With a reader it also computes again a product in its right operand, up to 5 times
+  as long.
 - A batch of products takes reductions of shorter rows too. Until jaxlib 0.11 it writes their
   operands for some sizes, and takes up to 15 times as long.
 - A call writes the operand of a reduction that operations follow. It takes up to 20 times as long
@@ -337,7 +338,11 @@ def _fused_sum(e: Equation, halved: bool) -> Replacement:
 
 
 def _square_products(r: Fused) -> Iterator[Candidate]:
-    """Yield operands of products that are square, or make a square, and are computed from sums."""
+    """Yield values that are stored where a product would compute its operand again.
+
+    An operand is stored if it is computed from sums of its size. A square result that something is
+    fused with is stored if its right operand is computed from another product.
+    """
     equations, facts, makers, users = r.program.equations, r.facts, r.makers, r.users
     products = [e for e in equations if e.name == "dot_general" and is_in_place(e, DTYPES)]
     repeated = [(e, k) for e in products for k in _repeated_operands(e, users)]
@@ -346,24 +351,31 @@ def _square_products(r: Fused) -> Iterator[Candidate]:
     alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
     for e, k in repeated:
         x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
-        sums = [m for m in made_from([x], alone) if m.name in REDUCTIONS and not is_view(m)]
-        sums = [m for m in sums if size_made(m) == size]
-        work = sum(work_seconds(m.eqn, r.device) for m in sums)
-        seconds = work * (1 + facts.square_repeats), work + facts.stored_s * size
-        if sums and r.pays(*seconds):
-            yield candidate(RULE, e.where(), _stored_result(makers[x]), seconds)
+        made = made_from([x], alone)
+        again = [m for m in made if m.name in REDUCTIONS and not is_view(m)]
+        again = [m for m in again if size_made(m) == size]
+        kept, times, beside = x, facts.square_repeats, 0.0
+        if k == 1 and not again and _is_square(e):
+            again = [m for m in made if is_product(m) and not _is_batched(m)]
+            kept, times = e.outvals[0], facts.product_repeats(size_made(e))
+            beside = elementwise_seconds(x, r)
+        work = sum(work_seconds(m.eqn, r.device) for m in again) + beside
+        seconds = work * (1 + times), work + facts.stored_s * size
+        if again and r.pays(*seconds):
+            yield candidate(RULE, e.where(), _stored_result(makers[kept]), seconds)
 
 
 def _repeated_operands(e: Equation, users: Mapping[int, list[Equation]]) -> Iterator[int]:
     """Yield the numbers of the operands that a product computes again where they are made of sums.
 
-    These are the left operand of a square result, and a square right operand of a product that is
-    fused with a reader.
+    These are the left operand of a square result, and the right operand of a product that is fused
+    with a reader, if it or the result is square.
     """
-    if _is_square(e):
+    is_square = _is_square(e)
+    if is_square:
         yield 0
     right, (_, other) = shape_of(e.eqn.invars[1]), e.eqn.params["dimension_numbers"][0]
-    down = tuple(other) == (len(right) - 2,) and right[-2] == right[-1]
+    down = tuple(other) == (len(right) - 2,) and (is_square or right[-2] == right[-1])
     fused = ELEMENTWISE | REDUCTIONS | {"dot_general"}
     if down and any(u.name in fused for u in users.get(e.outvals[0], ())):
         yield 1

@@ -187,6 +187,18 @@ def test_a_square_kernel_right_of_a_product_is_stored_where_the_product_is_fused
     assert not stored(product, b, x)
 
 
+@OLD
+def test_a_square_product_of_a_product_is_stored_where_it_is_fused() -> None:
+    def product(b, x):
+        return b @ jnp.tanh(x @ (x + 1).T)
+
+    b, x = array(700, 700) / 30, array(700, 32) / 30
+    assert stored(lambda b, x: jnp.sum(jnp.abs(product(b, x))), b, x)
+    assert not stored(product, b, x)
+    assert not stored(lambda b, x: jnp.sum(jnp.abs(product(b[:300], x))), b, x)
+    assert not stored(lambda b, x: jnp.sum(jnp.abs(product(b, x))), b[:300, :300], x[:300])
+
+
 LEFT = {
     "long rows": (lambda x: jnp.sum(jnp.tanh(x[:, None] - x) + 1, 1), array(100, 64)),
     "distances along the rows": (lambda x: distances(x, x), POINTS),
