@@ -120,7 +120,8 @@ class _Variants:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
         cut_s = self._cut_seconds(found, made) if self._may_cut(made) else 0.0
         fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
-        return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
+        orders_s = self._order_seconds(found, made)
+        return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s + orders_s
 
     @functools.cached_property
     def kept(self) -> float:
@@ -157,6 +158,16 @@ class _Variants:
     def _kept_of(self, program: Program, products_alone: bool = False) -> float:
         terms = self.context.terms(program)
         return kept_bytes(terms.t, terms.need, terms.model, products_alone)
+
+    def _order_seconds(self, found: Sequence[Candidate], made: Program) -> float:
+        """Return the seconds that operations take longer for the order of their axes in memory.
+
+        The prices of candidates know no order.
+        """
+        before, after = (self.context.terms(p) for p in (self.program, made))
+        if margins.pays_beside(found, after.ordered_seconds(made.equations), self.context.device):
+            return 0.0
+        return max(after.seconds_by_order - before.seconds_by_order, 0.0)
 
     def _cut_seconds(self, found: Sequence[Candidate], made: Program) -> float:
         """Return the seconds that the whole program saves less than candidates state.

@@ -12,9 +12,10 @@ with a function of the sums; `repeats_followed`. *Followed*: sums of differences
 their call and after it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*:
 sums over arrays with short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`.
 *Columns*: sums of rows, as a call and written out; `narrow_row`, `followed_row`, `scalar_row`,
-`least_columns` and `column_functions`. *Layers*: two products with a function between them, by
-themselves and with their rows normalised, which is one call that stores no product; `product_share`
-of `FoldFacts`.
+`least_columns` and `column_functions`. *Spread*: sums over the first axis of products with an array
+of fewer axes, fused, stored and as products; `spread_first_s`, `spread_second_s` and `across_s`.
+*Layers*: two products with a function between them, by themselves and with their rows normalised,
+which is one call that stores no product; `product_share` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def measure() -> None:
     rows()
     columns()
     layers()
+    spread()
 
 
 def stored(x: Any) -> Any:
@@ -216,6 +218,20 @@ def repeated() -> None:
             for f in (lambda y: y, lambda y: lax.reduce_precision(y, 8, 23))
         )
         print(f"{count} repeated {width} times: {1e9 * (fused - apart) / count:.0f} ns a sum")
+
+
+def spread() -> None:
+    """Print the times of sums of products whose one operand lacks an outer axis of the result."""
+    sums = {
+        "a·x": lambda a, x: (a[:, None] * x).sum(0),
+        "x·a": lambda a, x: (x * a[:, None]).sum(0),
+        "stored": lambda a, x: stored(a[:, None] * x).sum(0),
+        "as products": lambda a, x: jnp.einsum("kb,knb->nb", a, x),
+    }
+    for terms, outer, last in ((64, 40, 100), (100, 50, 300), (8, 100, 1000), (300, 300, 16)):
+        a, x = array(terms, last), array(terms, outer, last)
+        times = ", ".join(f"{n} {1e9 * seconds_of(f, a, x) / x.size:.2f}" for n, f in sums.items())
+        print(f"{terms} × {outer} × {last}: {times} ns an element")
 
 
 def rows(count: int = 1_000_000) -> None:

@@ -92,6 +92,30 @@ def is_product_with_vector(e: Equation, makers: Mapping[int, Equation]) -> bool:
     return any(axes == {x.ndim - 1} < summed for axes in repeated)
 
 
+def spread_operand(e: Equation, makers: Mapping[int, Equation]) -> int | None:
+    """Return which operand of the product that a sum reads the library would repeat, or None.
+
+    It sums x·a in float32 as products with their batch along the last axis, element by element,
+    where `a` varies along the axes of the sum, and not along all outer axes of its result:
+    `(x * a[:, None, :]).sum(0)`.
+
+    makers: of the program's values.
+    """
+    made = makers.get(e.invals[0]) if isinstance(e.invals[0], int) else None
+    if e.name != "reduce_sum" or made is None or made.name != "mul":
+        return None
+    x: Any = e.eqn.invars[0].aval
+    summed = {*e.eqn.params["axes"]}
+    outer = {*range(x.ndim - 1)} - summed
+    if x.dtype != "float32" or x.ndim - 1 in summed or not outer:
+        return None
+    for k in (0, 1):
+        axes = _repeated_axes(made, k, makers)
+        if axes & outer and not axes & summed:
+            return k
+    return None
+
+
 def _repeated_axes(e: Equation, k: int, makers: Mapping[int, Equation]) -> set[int]:
     """Return the axes of a result along which operand `k` is repeated."""
     v, avals = e.invals[k], [x.aval for x in (e.eqn.invars[k], e.eqn.outvars[0])]

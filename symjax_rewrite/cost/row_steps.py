@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import is_product_with_vector
+from symjax_rewrite.cost.library_calls import is_product_with_vector, spread_operand
 from symjax_rewrite.cost.node_steps import VECTORISED
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.products import HALF
@@ -23,9 +23,9 @@ Count = Callable[[tuple[Dim, ...]], float]
 class RowSteps(NamedTuple):
     """Steps of an equation beside its arithmetic.
 
-    alone: in any case. unit: for rows of one element, which XLA's loops leave out: a reduction has
-    them if its call computes what it reduces, and a function if it reads memory. unrolled: of a
-    function in a loop over short rows of broadcasts.
+    alone: in any case. unit: of a reduction if its call computes what it reduces, and of a function
+    if it reads memory: those for rows of one element, which XLA's loops leave out, and those of
+    sums of products. unrolled: of a function in a loop over short rows of broadcasts.
     """
 
     alone: float = 0.0
@@ -67,7 +67,9 @@ def row_steps(
     if sizes[-1:] == (1,):
         return RowSteps(alone, steps)
     alone += steps
-    if is_reduction or str(wide.aval.dtype) in HALF:
+    if is_reduction:
+        return RowSteps(alone, _spread_steps(made, makers, device) * space)
+    if str(wide.aval.dtype) in HALF:
         return RowSteps(alone)
     unrolled = device.functions.unrolled_steps(row, folds.lanes) * count(sizes)
     return RowSteps(alone, 0.0, max(unrolled - functions - alone, 0.0))
@@ -88,6 +90,14 @@ def _column_steps(
     if not columns.are_slow(outside, 4 * width) or is_product_with_vector(made, makers):
         return 0.0
     return columns.sum_s * device.folds.fused_steps_per_s
+
+
+def _spread_steps(made: Equation, makers: Mapping[int, Equation], device: Device) -> float:
+    """Return the steps of an element of a sum of products with an array of fewer outer axes."""
+    operand = None if device.fusions is None else spread_operand(made, makers)
+    if device.fusions is None or operand is None:
+        return 0.0
+    return device.fusions.spread_seconds(operand, 1.0) * device.folds.fused_steps_per_s
 
 
 def reduces_rows(node: Node, made: Equation | None) -> bool:

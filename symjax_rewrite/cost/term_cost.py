@@ -194,7 +194,20 @@ class CostModel:
         d = self.device
         dtype = max((g.classes[a.cls].dtype for a in node.args), key=itemsize)
         peak = d.peak(dtype, node.attr if node.op == op.CONTRACT else None)
-        return min(peak, d.folds.fused_steps_per_s) if is_thin(node) else peak
+        if not is_thin(node):
+            return peak
+        if d.fusions is not None and self._is_along_the_last(g, node):
+            return min(peak, 2 / d.fusions.across_s)
+        return min(peak, d.folds.fused_steps_per_s)
+
+    def _is_along_the_last(self, g: EGraph, node: Node) -> bool:
+        """Return True if the batch of a thin product is the last axis of matrices in memory."""
+        vector, matrix = sorted(node.args, key=lambda a: len(a.axes))
+        last = matrix.axes[-1]
+        in_order = any(g.nodes(matrix.cls, op.LEAF))
+        if self.terms is not None:
+            in_order |= self.terms.maker_of(matrix.cls) is not None
+        return in_order and last < node.out and last in vector.axes
 
     def _packing(self, g: EGraph, sizes: tuple[Dim, ...], node: Node) -> float:
         """Return the seconds in which a product copies its operands.

@@ -14,6 +14,8 @@ XLA's CPU compiler fuses the operations that a reduction reads into one call of 
   as long.
 - A batch of products takes reductions of shorter rows too. Until jaxlib 0.11 it writes their
   operands for some sizes, and takes up to 15 times as long.
+- A sum over outer axes of x·a, where `a` lacks an axis of the result, becomes products with their
+  batch along the last axis, element by element: up to 10 times as long.
 - A call writes the operand of a reduction that operations follow. It takes up to 20 times as long
   where the tiles that it writes at once are larger than what the allocator keeps.
 - A product of rows and a vector stores the rows. A sum of products does not, but until jaxlib 0.11
@@ -47,7 +49,7 @@ from symjax_rewrite.cost.equation_cost import (
     sorting_seconds,
     work_seconds,
 )
-from symjax_rewrite.cost.library_calls import KNOWN, is_known
+from symjax_rewrite.cost.library_calls import KNOWN, is_known, spread_operand
 from symjax_rewrite.cost.placed_products import is_product
 from symjax_rewrite.ir.dataflow import numbers, reaches, value_operands, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -102,6 +104,7 @@ class FusionLimits:
             apart = [e for e in found if e not in weighted]
             ended = dict([*_reduced_in_products(apart, r), *_followed_rows(apart, r)])
             yield from _reductions(found, r, ended)
+            yield from _spread_products(apart, r)
             yield from ended.values()
             yield from _sums_of_selections(apart, r)
             if context.reorders():
@@ -154,6 +157,21 @@ def _reductions(
             one = candidate(RULE, made[0].where(), first, seconds)
             yield replace(one, parts=(*one.parts, *others))
             stored.update(made)
+
+
+def _spread_products(found: list[Equation], r: Fused) -> Iterator[Candidate]:
+    """Yield sums of products that the library computes element by element."""
+    facts, device = r.facts, r.device
+    for e in found:
+        operand = spread_operand(e, r.makers)
+        if operand is None or len(r.users[e.reads[0]]) > 1:
+            continue
+        size = size_read(e)
+        work_s, longer_s = work_seconds(e.eqn, device), facts.spread_seconds(operand, size)
+        stored_s = facts.stored_s * size + device.page_seconds(4.0 * size)
+        seconds = work_s + longer_s, work_s + stored_s
+        if r.pays(*seconds):
+            yield candidate(RULE, e.where(), _stored_result(r.makers[e.reads[0]]), seconds)
 
 
 def _reduced_in_products(found: list[Equation], r: Fused) -> Iterator[tuple[Equation, Candidate]]:
