@@ -177,12 +177,15 @@ class _BandedSelection:
         total = 0.0
         for b in blocks:
             sizes[row], sizes[node.out] = b.shape
-            moved = math.prod(sizes[: node.out]) * itemsize(dtype)
-            for a in node.args:
-                moved += math.prod(sizes[i] for i in a.axes) * itemsize(classes[a.cls].dtype)
+            read = sum(
+                math.prod(sizes[i] for i in a.axes) * itemsize(classes[a.cls].dtype)
+                for a in node.args
+            )
+            moved = math.prod(sizes[: node.out]) * itemsize(dtype) + read
             product = batch_seconds(node, sizes, dtype, d)
             if product is None:
                 product = 2 * math.prod(sizes) / d.peak(dtype)
+                product += d.packing_seconds(read, max(sizes))
             total += product + moved / self.bands.copied_bytes_per_s
         return total + 3 * len({b.shape for b in blocks}) * d.launch_s
 
