@@ -7,6 +7,7 @@ device's memory that it saves (`cost.margins.margin`).
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.joined_calls import kept_bytes, scratch_seconds
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
+from symjax_rewrite.cost.row_steps import spread_seconds
 from symjax_rewrite.cost.temporaries import FreshMemory, fresh_memory, may_be_fresh
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -120,8 +122,9 @@ class _Variants:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
         cut_s = self._cut_seconds(found, made) if self._may_cut(made) else 0.0
         fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
-        orders_s = self._order_seconds(found, made)
-        return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s + orders_s
+        spread = (spread_seconds(p, self.context.device) for p in (made, self.program))
+        cut_s += max(operator.sub(*spread), 0.0)
+        return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
 
     @functools.cached_property
     def kept(self) -> float:
@@ -159,23 +162,20 @@ class _Variants:
         terms = self.context.terms(program)
         return kept_bytes(terms.t, terms.need, terms.model, products_alone)
 
-    def _order_seconds(self, found: Sequence[Candidate], made: Program) -> float:
-        """Return the seconds that operations take longer for the order of their axes in memory.
-
-        The prices of candidates know no order.
-        """
-        before, after = (self.context.terms(p) for p in (self.program, made))
-        if margins.pays_beside(found, after.ordered_seconds(made.equations), self.context.device):
-            return 0.0
-        return max(after.seconds_by_order - before.seconds_by_order, 0.0)
-
     def _cut_seconds(self, found: Sequence[Candidate], made: Program) -> float:
-        """Return the seconds that the whole program saves less than candidates state.
+        """Return the seconds that candidates take longer, since the program saves less than stated.
 
-        Their prices know nothing of calls that end where a value that they give is read.
+        Their prices know nothing of calls that end where a value that they give is read. What they
+        replace takes no longer than the program; the seconds make the ratio as small as that does.
         """
         before_s, after_s = (self.context.terms(p).seconds for p in (self.program, made))
-        return max(after_s - before_s + sum([c.saved_s for c in found]), 0.0)
+        less = max(after_s - before_s + sum([c.saved_s for c in found]), 0.0)
+        before = sum([c.before.seconds for c in found if c.before])
+        beyond = min(max(before - before_s, 0.0), less)
+        if beyond <= 0 or before <= beyond:
+            return less
+        after = sum([c.after.seconds for c in found if c.after])
+        return (after + less - beyond) * before / (before - beyond) - after
 
 
 class _Choice:

@@ -13,9 +13,9 @@ their call and after it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `Fu
 sums over arrays with short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`.
 *Columns*: sums of rows, as a call and written out; `narrow_row`, `followed_row`, `scalar_row`,
 `least_columns` and `column_functions`. *Spread*: sums over the first axis of products with an array
-of fewer axes, fused, stored and as products; `spread_first_s`, `spread_second_s` and `across_s`.
-*Layers*: two products with a function between them, by themselves and with their rows normalised,
-which is one call that stores no product; `product_share` of `FoldFacts`.
+of fewer axes, fused, stored and as products; `spread_first_s` and `spread_second_s`. *Layers*: two
+products with a function between them, by themselves and with their rows normalised, which is one
+call that stores no product; `product_share` of `FoldFacts`.
 """
 
 from __future__ import annotations

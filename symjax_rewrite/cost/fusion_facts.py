@@ -47,10 +47,6 @@ class FusionFacts:
         "s/element", "a sum of a·x where `a` lacks an outer axis of the result", LAWS, 2.5e-9
     )
     spread_second_s: float = quantity("s/element", "the same of x·a", LAWS, 1.1e-9)
-    across_s: float = quantity(
-        "s/element", "of the matrices of a batch of products with vectors, along the last axis",
-        LAWS, 1.3e-9,
-    )  # fmt: skip
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     long_row: int = quantity("elements", "of a row whose sum is stored in no time", ORIENTATION, 64)
     narrow_row: int = quantity("elements", "of a row that is written out, at most", LAWS, 8)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.library_calls import is_product_with_vector, spread_operand
 from symjax_rewrite.cost.node_steps import VECTORISED
-from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.dataflow import makers_of, users_of
+from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.products import HALF
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Node
@@ -98,6 +99,25 @@ def _spread_steps(made: Equation, makers: Mapping[int, Equation], device: Device
     if device.fusions is None or operand is None:
         return 0.0
     return device.fusions.spread_seconds(operand, 1.0) * device.folds.fused_steps_per_s
+
+
+def spread_seconds(program: Program, device: Device) -> float:
+    """Return the seconds that sums of products take longer in calls that compute the products.
+
+    One operand of each lacks an outer axis of the result. A large product would be stored first.
+    """
+    facts = device.fusions
+    if facts is None:
+        return 0.0
+    makers, users, seconds = program.once(makers_of), program.once(users_of), 0.0
+    for e in [e for e in program.equations if e.name == "reduce_sum"]:
+        operand = spread_operand(e, makers)
+        if operand is not None and len(users[e.reads[0]]) == 1:
+            x: Any = e.eqn.invars[0].aval
+            size = math.prod(n for n in x.shape if isinstance(n, int))
+            longer, stored_s = facts.spread_seconds(operand, size), facts.stored_s * size
+            seconds += longer if size < facts.least_elements else min(longer, stored_s)
+    return seconds
 
 
 def reduces_rows(node: Node, made: Equation | None) -> bool:

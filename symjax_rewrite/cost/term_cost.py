@@ -194,20 +194,7 @@ class CostModel:
         d = self.device
         dtype = max((g.classes[a.cls].dtype for a in node.args), key=itemsize)
         peak = d.peak(dtype, node.attr if node.op == op.CONTRACT else None)
-        if not is_thin(node):
-            return peak
-        if d.fusions is not None and self._is_along_the_last(g, node):
-            return min(peak, 2 / d.fusions.across_s)
-        return min(peak, d.folds.fused_steps_per_s)
-
-    def _is_along_the_last(self, g: EGraph, node: Node) -> bool:
-        """Return True if the batch of a thin product is the last axis of matrices in memory."""
-        vector, matrix = sorted(node.args, key=lambda a: len(a.axes))
-        last = matrix.axes[-1]
-        in_order = any(g.nodes(matrix.cls, op.LEAF))
-        if self.terms is not None:
-            in_order |= self.terms.maker_of(matrix.cls) is not None
-        return in_order and last < node.out and last in vector.axes
+        return min(peak, d.folds.fused_steps_per_s) if is_thin(node) else peak
 
     def _packing(self, g: EGraph, sizes: tuple[Dim, ...], node: Node) -> float:
         """Return the seconds in which a product copies its operands.
@@ -411,10 +398,14 @@ class CostModel:
     def _joins(self, c: EClass, node: Node) -> bool:
         """Return True for a product that a call of the library which reduces it computes too.
 
-        A product with a vector is no part of a call. What a call stores by itself of batches and of
-        square results depends on the device (`FoldFacts.streams_batches`).
+        A product with a vector is no part of a call, and one of a single tile gains nothing there.
+        What a call stores by itself of batches and of square results depends on the device
+        (`FoldFacts.streams_batches`).
         """
-        if not (self.has_calls and self.is_whole and is_dot(node)) or c.dtype not in CALLED_DTYPES:
+        fusions = self.device.fusions
+        if fusions is None or not (self.is_whole and is_dot(node)) or c.dtype not in CALLED_DTYPES:
+            return False
+        if self._count(c.sizes) <= fusions.tile:
             return False
         a, b = ({i for i in x.axes if i < node.out} for x in node.args)
         left, right = (self._count(tuple([c.sizes[i] for i in x])) for x in (a - b, b - a))
