@@ -117,3 +117,22 @@ def test_loops_of_products_cut_operands_that_are_stored_batch_in_the_middle(one_
     assert "f32[10000,16,32]" not in text
     small = (40, 16), (8, 16), (8, 16, 16)
     agree(distances, *small, kernels="always", choices=CHOICES[:1])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_scores_of_heads_are_read_along_columns(one_device, last):
+    """Loops read scores [columns, heads] element by element where heads are stored last."""
+
+    def attend(a, b, mask, v):
+        scores = a.T[:, :, None] + b.T[:, None] if last else a[:, :, None] + b[:, None]
+        weights = jax.nn.softmax(jnp.where(mask > 0, jax.nn.leaky_relu(scores), -1e9), -1)
+        return weights @ v
+
+    stored = (1500, 4) if last else (4, 1500)
+    given = [jax.ShapeDtypeStruct(s, "float32") for s in (stored, stored, (1500, 1500))]
+    optimised = sym_optimize(attend, device="cpu")
+    values = jax.ShapeDtypeStruct((4, 1500, 32), "float32")
+    text = optimised.lower(*given, values).compile().as_text()
+    (state,) = [line for line in text.split("\n") if " while(" in line]
+    assert "f32[4,1500]{1,0}" in state
+    assert "f32[1500,4]" not in state
