@@ -13,6 +13,7 @@ import numpy as np
 from performance_fuzz.forms import ALONE, AUTO, PLAIN
 
 HARM, DIFFERENT = 1.05, 1.05
+NORMAL = 1.96  # standard deviations on either side of a mean: 95 %
 
 
 def whole_prediction(form: dict[str, Any]) -> float | None:
@@ -71,6 +72,21 @@ def correlation(rows: Sequence[dict[str, Any]], by: str) -> tuple[float, int]:
     return spearman([r[by] for r in kept], [r["measured"] for r in kept]), len(kept)
 
 
+def correlation_text(rows: Sequence[dict[str, Any]], by: str) -> str:
+    """Return the correlation with its interval over 1,000 samples of the programs, 95 %."""
+    value, count = correlation(rows, by)
+    seeds: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        seeds[row["seed"]].append(row)
+    groups, rng = list(seeds.values()), np.random.default_rng(0)
+    samples = [
+        correlation([r for k in rng.integers(len(groups), size=len(groups)) for r in groups[k]], by)
+        for _ in range(1000 if count > 2 else 0)
+    ]
+    low, high = np.nanquantile([v for v, _ in samples] or [math.nan], (0.025, 0.975))
+    return f"{value:.2f} [{low:.2f}–{high:.2f}] of {count}"
+
+
 def residuals(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Return by kind: count, and quantiles of measured / predicted speedups."""
     kinds: dict[str, list[float]] = defaultdict(list)
@@ -88,8 +104,11 @@ def residuals(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 
 def share(values: Sequence[float], most: float) -> str:
-    """Return the share of values up to a bound."""
-    return f"{sum(v <= most for v in values) / max(len(values), 1):.1%}"
+    """Return the share of values up to a bound, with its interval (Wilson's, 95 %)."""
+    n, k = max(len(values), 1), sum(v <= most for v in values)
+    middle = (k + NORMAL**2 / 2) / (n + NORMAL**2)
+    half = NORMAL / (n + NORMAL**2) * math.sqrt(k * (n - k) / n + NORMAL**2 / 4)
+    return f"{k / n:.1%} [{middle - half:.0%}–{middle + half:.0%}]"
 
 
 def geometric(values: Sequence[float]) -> float:
@@ -103,7 +122,6 @@ def summary(records: Sequence[dict[str, Any]]) -> list[list[str]]:
     short = [r for r in records if "harm" in r and r["is_short"]]
     regrets = [r["regret"] for r in timed]
     rows = candidates(r for r in records if "forms" in r and not r["is_short"])
-    predicted, whole = correlation(rows, "predicted"), correlation(rows, "whole")
     plain_s = sum(r["compile_s"][PLAIN] for r in records if "compile_s" in r)
     auto_s = sum(r["compile_s"][AUTO] for r in records if "compile_s" in r)
     optimise_s = sum(r["forms"][AUTO]["optimise_s"] for r in records if AUTO in r.get("forms", {}))
@@ -115,8 +133,8 @@ def summary(records: Sequence[dict[str, Any]]) -> list[list[str]]:
         ["confirmed slower by more than 5 %", str(sum(r["harm"] > HARM for r in timed)), "0"],
         ["regret ≤ 1.10", share(regrets, 1.10), "≥ 95 %"],
         ["regret ≤ 1.5", share(regrets, 1.5), "≥ 99 %"],
-        ["rank correlation of prices", f"{predicted[0]:.2f} of {predicted[1]}", "≥ 0.9"],
-        ["rank correlation of reports", f"{whole[0]:.2f} of {whole[1]}", ""],
+        ["rank correlation of prices", correlation_text(rows, "predicted"), "≥ 0.9"],
+        ["rank correlation of reports", correlation_text(rows, "whole"), ""],
         ["compile time / plain's", f"{auto_s / max(plain_s, 1e-9):.2f}", "≤ 1.05"],
         ["optimiser / plain's compile time", f"{optimise_s / max(plain_s, 1e-9):.1%}", "≤ 5 %"],
         ["programs below 20 µs (dispatch)", str(len(short)), ""],
