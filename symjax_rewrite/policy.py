@@ -7,7 +7,6 @@ device's memory that it saves (`cost.margins.margin`).
 from __future__ import annotations
 
 import functools
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -122,9 +121,9 @@ class _Variants:
             fresh_s = min(fresh_s, self.fresh_of(folded).beyond(fresh))
         cut_s = self._cut_seconds(found, made) if self._may_cut(made) else 0.0
         fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
-        spread = (spread_seconds(p, self.context.device) for p in (made, self.program))
-        cut_s += max(operator.sub(*spread), 0.0)
-        return layout_seconds(made, self.context.device) - before_s + fresh_s + cut_s
+        device = self.context.device
+        spread_s = max(spread_seconds(made, device) - spread_seconds(self.program, device), 0.0)
+        return layout_seconds(made, device) - before_s + fresh_s + cut_s + spread_s
 
     @functools.cached_property
     def kept(self) -> float:

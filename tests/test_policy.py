@@ -227,6 +227,17 @@ def test_a_small_gain_counts_with_the_sums_down_columns_that_go_with_it(copied):
     assert names == ([] if copied else ["other"])
 
 
+def test_a_sum_of_products_that_is_stored_for_two_readers_is_not_left_to_the_library():
+    """The library makes the other sum element by element once it computes the products itself."""
+
+    def step(total, x, a):
+        weighted = a[:, None] * x
+        return total + jnp.sum(weighted, 0), jnp.sum(weighted, 2)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32, 32), (8, 32, 32), (8, 32))]
+    assert not sym_optimize(step, device="cpu").explain(*shapes).rules
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_call_that_reduces_again_is_not_cut_for_one_of_its_sums(goes_on):
     """The gradient of a kernel of distances as a product stores the pairs, 6 to 10 times slower."""

@@ -55,6 +55,12 @@ TAKEN = {
         POINTS,
     ),
     "sums of rows": (lambda x: jnp.sum(x, -1), array(60_000, 12)),
+    "weights that lack an outer axis": (
+        lambda a, x: jnp.sum(a[:, None] * x, 0), array(60, 100), array(60, 40, 100),
+    ),
+    "a weight for each matrix": (
+        lambda a, x: jnp.sum(a[:, None, None] * jnp.tanh(x), 0), array(60), array(60, 40, 100),
+    ),
     "distances in a product": (kernel_times, array(2000, 64), array(70, 64), array(70, 3)),
     "rows and a vector": (lambda x, w: jnp.tanh(x[:, None] - x) @ w, array(450, 64), array(64)),
     "a vector and rows": (
@@ -200,6 +206,18 @@ def test_a_square_product_of_a_product_is_stored_where_it_is_fused() -> None:
 
 
 LEFT = {
+    "weights of all axes": (
+        lambda a, x: jnp.sum(a * x, 0), array(60, 40, 100), array(60, 40, 100),
+    ),
+    "weights that lack the last axis": (
+        lambda a, x: jnp.sum(a[:, :, None] * x, 0), array(60, 40), array(60, 40, 100),
+    ),
+    "weights beside a sum of rows": (
+        lambda a, x: jnp.sum(a[:, None] * x, 2), array(60, 100), array(60, 40, 100),
+    ),
+    "an extremum of weighted matrices": (
+        lambda a, x: jnp.max(a[:, None] * x, 0), array(60, 100), array(60, 40, 100),
+    ),
     "long rows": (lambda x: jnp.sum(jnp.tanh(x[:, None] - x) + 1, 1), array(100, 64)),
     "distances along the rows": (lambda x: distances(x, x), POINTS),
     "one operation": (lambda x: jnp.sum(x[:, None] - x, 1), POINTS),
