@@ -39,10 +39,10 @@ from symjax_rewrite.kernel_selection.folds.written_terms import (
     is_arithmetic,
     is_in_library,
     is_streamed,
-    largest_bytes,
     library_memory,
     orders_stored,
     stores_no_term,
+    transposed_pairs_bytes,
     transposed_pairs_seconds,
     written_terms,
 )
@@ -104,7 +104,7 @@ def compared(
     moved_s = transposed_pairs_seconds(t, cluster, device)
     streamed = not moved_s and (in_call or few or is_streamed(t, cluster, written, device))
     fresh = 0 if streamed else bytes_whole(t, written, device, library)
-    copied = largest_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
+    copied = transposed_pairs_bytes(t, cluster) if moved_s else copied_bytes(t, cluster, device)
     copies = 0 if streamed else copied * (1 + library)
     fresh, apart = fresh + copies, inside and not copies
     fresh_s = device.page_seconds(fresh)

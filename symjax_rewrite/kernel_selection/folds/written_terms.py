@@ -241,6 +241,12 @@ def transposed_pairs_seconds(t: TermGraph, cluster: Cluster, device: Device) -> 
     return transposed_seconds(t.program, device, copies) if copies else 0.0
 
 
+def transposed_pairs_bytes(t: TermGraph, cluster: Cluster) -> int:
+    """Return the bytes of the largest transposed copy of a cluster's terms."""
+    copies = [v for e in _transposed_pairs(t, cluster) for v in e.outvals]
+    return max(math.prod(map(t.number, t.sizes[v])) * itemsize(t.dtypes[v]) for v in copies)
+
+
 def orders_stored(t: TermGraph, cluster: Cluster) -> int:
     """Return in how many orders of axes XLA stores a pairwise term beside its product's."""
     copied = {e.reads[0] for e in _transposed_pairs(t, cluster)}
