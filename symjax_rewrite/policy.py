@@ -15,7 +15,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.joined_calls import kept_bytes, scratch_seconds
 from symjax_rewrite.cost.light_programs import launch_seconds
 from symjax_rewrite.cost.placed_products import layout_seconds
-from symjax_rewrite.cost.row_steps import spread_seconds
+from symjax_rewrite.cost.row_steps import broadcast_sums_seconds
 from symjax_rewrite.cost.temporaries import FreshMemory, fresh_memory, may_be_fresh
 from symjax_rewrite.cost.transposed_copies import least_copy_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -122,8 +122,9 @@ class _Variants:
         cut_s = self._cut_seconds(found, made) if self._may_cut(made) else 0.0
         fresh_s += self._scratch_of(made) - self._scratch_of(self.program)
         device = self.context.device
-        spread_s = max(spread_seconds(made, device) - spread_seconds(self.program, device), 0.0)
-        return layout_seconds(made, device) - before_s + fresh_s + cut_s + spread_s
+        made_s, mine_s = (broadcast_sums_seconds(p, device) for p in (made, self.program))
+        sums_s = max(made_s - mine_s, 0.0)
+        return layout_seconds(made, device) - before_s + fresh_s + cut_s + sums_s
 
     @functools.cached_property
     def kept(self) -> float:

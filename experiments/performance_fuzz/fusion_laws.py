@@ -12,10 +12,10 @@ with a function of the sums; `repeats_followed`. *Followed*: sums of differences
 their call and after it; `tile_s`, `tile_bytes`, `tile_pages` and `tasks` of `FusionFacts`. *Rows*:
 sums over arrays with short rows, and with joined axes; `row_s` and `one_step` of `FusionFacts`.
 *Columns*: sums of rows, as a call and written out; `narrow_row`, `followed_row`, `scalar_row`,
-`least_columns` and `column_functions`. *Spread*: sums over the first axis of products with an array
-of fewer axes, fused, stored and as products; `spread_first_s` and `spread_second_s`. *Layers*: two
-products with a function between them, by themselves and with their rows normalised, which is one
-call that stores no product; `product_share` of `FoldFacts`.
+`least_columns` and `column_functions`. *Broadcast sums*: sums over the first axis of products with
+an array of fewer axes, fused, stored and as products; `broadcast_first_s` and `broadcast_second_s`.
+*Layers*: two products with a function between them, by themselves and with their rows normalised,
+which is one call that stores no product; `product_share` of `FoldFacts`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure() -> None:
     rows()
     columns()
     layers()
-    spread()
+    broadcast_sums()
 
 
 def stored(x: Any) -> Any:
@@ -220,7 +220,7 @@ def repeated() -> None:
         print(f"{count} repeated {width} times: {1e9 * (fused - apart) / count:.0f} ns a sum")
 
 
-def spread() -> None:
+def broadcast_sums() -> None:
     """Print the times of sums of products whose one operand lacks an outer axis of the result."""
     sums = {
         "a·x": lambda a, x: (a[:, None] * x).sum(0),

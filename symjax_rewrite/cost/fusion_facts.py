@@ -43,10 +43,10 @@ class FusionFacts:
     vector_sum_bytes: float = quantity(
         "bytes", "of an array in memory that a product with a vector sums faster", LAWS, 1 << 20
     )
-    spread_first_s: float = quantity(
+    broadcast_first_s: float = quantity(
         "s/element", "a sum of a·x where `a` lacks an outer axis of the result", LAWS, 2.5e-9
     )
-    spread_second_s: float = quantity("s/element", "the same of x·a", LAWS, 1.1e-9)
+    broadcast_second_s: float = quantity("s/element", "the same of x·a", LAWS, 1.1e-9)
     short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     long_row: int = quantity("elements", "of a row whose sum is stored in no time", ORIENTATION, 64)
     narrow_row: int = quantity("elements", "of a row that is written out, at most", LAWS, 8)
@@ -93,9 +93,9 @@ class FusionFacts:
     sums_are_products: bool = fact("a sum of products with a vector is a product", False)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
-    def spread_seconds(self, operand: int, elements: float) -> float:
+    def broadcast_seconds(self, operand: int, elements: float) -> float:
         """Return the seconds of a sum of products, one operand of which lacks an outer axis."""
-        return elements * (self.spread_second_s if operand else self.spread_first_s)
+        return elements * (self.broadcast_second_s if operand else self.broadcast_first_s)
 
     def piece_share(self, largest_bytes: float) -> float:
         """Return the share of a product that a fusion computes at once.

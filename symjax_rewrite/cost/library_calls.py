@@ -92,12 +92,12 @@ def is_product_with_vector(e: Equation, makers: Mapping[int, Equation]) -> bool:
     return any(axes == {x.ndim - 1} < summed for axes in repeated)
 
 
-def spread_operand(e: Equation, makers: Mapping[int, Equation]) -> int | None:
+def broadcast_operand(e: Equation, makers: Mapping[int, Equation]) -> int | None:
     """Return which operand of the product that a sum reads the library would repeat, or None.
 
     It sums x·a in float32 as products with their batch along the last axis, element by element,
     where `a` varies along the axes of the sum, and not along all outer axes of its result:
-    `(x * a[:, None, :]).sum(0)`.
+    `(x * a[:, None, :]).sum(0)`. Axes of size 1 are none.
 
     makers: of the program's values.
     """
@@ -106,12 +106,12 @@ def spread_operand(e: Equation, makers: Mapping[int, Equation]) -> int | None:
         return None
     x: Any = e.eqn.invars[0].aval
     summed = {*e.eqn.params["axes"]}
-    outer = {*range(x.ndim - 1)} - summed
-    if x.dtype != "float32" or x.ndim - 1 in summed or not outer:
+    *outer, last = [k for k, n in enumerate(x.shape) if n != 1] or [-1]
+    if x.dtype != "float32" or last in summed or not summed.intersection(outer):
         return None
     for k in (0, 1):
         axes = _repeated_axes(made, k, makers)
-        if axes & outer and not axes & summed:
+        if axes & {*outer} - summed and not axes & summed:
             return k
     return None
 

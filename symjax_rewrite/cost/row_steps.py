@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.library_calls import is_product_with_vector, spread_operand
+from symjax_rewrite.cost.library_calls import broadcast_operand, is_product_with_vector
 from symjax_rewrite.cost.node_steps import VECTORISED
 from symjax_rewrite.ir.dataflow import makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -69,7 +69,7 @@ def row_steps(
         return RowSteps(alone, steps)
     alone += steps
     if is_reduction:
-        return RowSteps(alone, _spread_steps(made, makers, device) * space)
+        return RowSteps(alone, _broadcast_steps(made, makers, device) * space)
     if str(wide.aval.dtype) in HALF:
         return RowSteps(alone)
     unrolled = device.functions.unrolled_steps(row, folds.lanes) * count(sizes)
@@ -93,15 +93,15 @@ def _column_steps(
     return columns.sum_s * device.folds.fused_steps_per_s
 
 
-def _spread_steps(made: Equation, makers: Mapping[int, Equation], device: Device) -> float:
+def _broadcast_steps(made: Equation, makers: Mapping[int, Equation], device: Device) -> float:
     """Return the steps of an element of a sum of products with an array of fewer outer axes."""
-    operand = None if device.fusions is None else spread_operand(made, makers)
+    operand = None if device.fusions is None else broadcast_operand(made, makers)
     if device.fusions is None or operand is None:
         return 0.0
-    return device.fusions.spread_seconds(operand, 1.0) * device.folds.fused_steps_per_s
+    return device.fusions.broadcast_seconds(operand, 1.0) * device.folds.fused_steps_per_s
 
 
-def spread_seconds(program: Program, device: Device) -> float:
+def broadcast_sums_seconds(program: Program, device: Device) -> float:
     """Return the seconds that sums of products take longer in calls that compute the products.
 
     One operand of each lacks an outer axis of the result. A large product would be stored first.
@@ -111,11 +111,12 @@ def spread_seconds(program: Program, device: Device) -> float:
         return 0.0
     makers, users, seconds = program.once(makers_of), program.once(users_of), 0.0
     for e in [e for e in program.equations if e.name == "reduce_sum"]:
-        operand = spread_operand(e, makers)
-        if operand is not None and len(users[e.reads[0]]) == 1:
-            x: Any = e.eqn.invars[0].aval
-            size = math.prod(n for n in x.shape if isinstance(n, int))
-            longer, stored_s = facts.spread_seconds(operand, size), facts.stored_s * size
+        operand = broadcast_operand(e, makers)
+        x: Any = e.eqn.invars[0].aval
+        is_known = all(isinstance(n, int) for n in x.shape)
+        if operand is not None and is_known and len(users[e.reads[0]]) == 1:
+            size = math.prod(x.shape)
+            longer, stored_s = facts.broadcast_seconds(operand, size), facts.stored_s * size
             seconds += longer if size < facts.least_elements else min(longer, stored_s)
     return seconds
 

@@ -49,7 +49,7 @@ from symjax_rewrite.cost.equation_cost import (
     sorting_seconds,
     work_seconds,
 )
-from symjax_rewrite.cost.library_calls import KNOWN, is_known, spread_operand
+from symjax_rewrite.cost.library_calls import KNOWN, broadcast_operand, is_known
 from symjax_rewrite.cost.placed_products import is_product
 from symjax_rewrite.ir.dataflow import numbers, reaches, value_operands, walk
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -104,7 +104,7 @@ class FusionLimits:
             apart = [e for e in found if e not in weighted]
             ended = dict([*_reduced_in_products(apart, r), *_followed_rows(apart, r)])
             yield from _reductions(found, r, ended)
-            yield from _spread_products(apart, r)
+            yield from _broadcast_sums(apart, r)
             yield from ended.values()
             yield from _sums_of_selections(apart, r)
             if context.reorders():
@@ -159,15 +159,15 @@ def _reductions(
             stored.update(made)
 
 
-def _spread_products(found: list[Equation], r: Fused) -> Iterator[Candidate]:
+def _broadcast_sums(found: list[Equation], r: Fused) -> Iterator[Candidate]:
     """Yield sums of products that the library computes element by element."""
     facts, device = r.facts, r.device
     for e in found:
-        operand = spread_operand(e, r.makers)
+        operand = broadcast_operand(e, r.makers)
         if operand is None or len(r.users[e.reads[0]]) > 1:
             continue
         size = size_read(e)
-        work_s, longer_s = work_seconds(e.eqn, device), facts.spread_seconds(operand, size)
+        work_s, longer_s = work_seconds(e.eqn, device), facts.broadcast_seconds(operand, size)
         stored_s = facts.stored_s * size + device.page_seconds(4.0 * size)
         seconds = work_s + longer_s, work_s + stored_s
         if r.pays(*seconds):
@@ -367,13 +367,15 @@ def _square_products(r: Fused) -> Iterator[Candidate]:
     if not repeated:
         return
     alone = {v: m for v, m in makers.items() if len(users.get(v, ())) == 1}  # others are stored
+    fused = alone.keys() - {*numbers(r.program.outputs)}
     for e, k in repeated:
         x, size = e.reads[k], math.prod(shape_of(e.eqn.invars[k]))
         made = made_from([x], alone)
         again = [m for m in made if m.name in REDUCTIONS and not is_view(m)]
-        again = [m for m in again if size_made(m) == size]
+        right = shape_of(e.eqn.invars[1])
+        again = [m for m in again if size_made(m) == size and (k == 0 or right[-2] == right[-1])]
         kept, times, beside = x, facts.square_repeats, 0.0
-        if k == 1 and not again and _is_square(e):
+        if k == 1 and not again and _is_square(e) and e.outvals[0] in fused:
             again = [m for m in made if is_product(m) and not _is_batched(m)]
             kept, times = e.outvals[0], facts.product_repeats(size_made(e))
             beside = elementwise_seconds(x, r)

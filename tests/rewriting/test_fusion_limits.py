@@ -202,12 +202,20 @@ def test_a_square_product_of_a_product_is_stored_where_it_is_fused() -> None:
     assert stored(lambda b, x: jnp.sum(jnp.abs(product(b, x))), b, x)
     assert not stored(product, b, x)
     assert not stored(lambda b, x: jnp.sum(jnp.abs(product(b[:300], x))), b, x)
+    report = sym_optimize(lambda b, x: (product(b, x), jnp.sum(product(b, x)))).explain(b, x)
+    assert NAME not in [r.name for r in report.rules]  # a result is stored as it is
     assert not stored(lambda b, x: jnp.sum(jnp.abs(product(b, x))), b[:300, :300], x[:300])
 
 
 LEFT = {
     "weights of all axes": (
         lambda a, x: jnp.sum(a * x, 0), array(60, 40, 100), array(60, 40, 100),
+    ),
+    "weights of matrices of one column": (
+        lambda a, x: jnp.sum(a[:, None] * x, 0), array(6000, 1) / 100, array(6000, 40, 1),
+    ),
+    "a sum over no axis": (
+        lambda a, x: jnp.sum(a[:, None] * x, ()), array(60, 100), array(60, 40, 100),
     ),
     "weights that lack the last axis": (
         lambda a, x: jnp.sum(a[:, :, None] * x, 0), array(60, 40), array(60, 40, 100),
