@@ -14,6 +14,8 @@ sums over arrays with short rows, and with joined axes; `row_s` and `one_step` o
 *Columns*: sums of rows, as a call and written out; `narrow_row`, `followed_row`, `scalar_row`,
 `least_columns` and `column_functions`. *Broadcast sums*: sums over the first axis of products with
 an array of fewer axes, fused, stored and as products; `broadcast_first_s` and `broadcast_second_s`.
+*Transposed*: arrays, and a function of them, in another order of axes; `mapped_s` and `mapped_rows`
+of `ProductLayouts`.
 *Layers*: two products with a function between them, by themselves and with their rows normalised,
 which is one call that stores no product; `product_share` of `FoldFacts`.
 """
@@ -56,6 +58,7 @@ def measure() -> None:
     columns()
     layers()
     broadcast_sums()
+    transposed()
 
 
 def stored(x: Any) -> Any:
@@ -232,6 +235,22 @@ def broadcast_sums() -> None:
         a, x = array(terms, last), array(terms, outer, last)
         times = ", ".join(f"{n} {1e9 * seconds_of(f, a, x) / x.size:.2f}" for n, f in sums.items())
         print(f"{terms} × {outer} × {last}: {times} ns an element")
+
+
+def transposed() -> None:
+    """Print the times of arrays in another order of axes, and of a function of them."""
+    shapes = (
+        (500, 8000), (2000, 500), (2000, 2000), (8000, 500), (16_000, 64), (50_000, 64),
+        (50_000, 16), (50_000, 8), (64, 50_000), (50_000, 8, 8), (8, 8, 50_000),
+    )  # fmt: skip
+    for shape in shapes:
+        x = array(*shape)
+        moved, mapped, alone = (
+            1e9 * seconds_of(f, x) / x.size
+            for f in (jnp.transpose, lambda x: 2 * x.T, jnp.negative)
+        )
+        each = f"moved in {moved:.1f} ns an element, a function of it in {mapped:.1f} ns"
+        print(f"{shape}: {each}, in order in {alone:.1f} ns")
 
 
 def rows(count: int = 1_000_000) -> None:

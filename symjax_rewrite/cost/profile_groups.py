@@ -386,6 +386,10 @@ class ProductLayouts:
         "s/element", "read in two orders of axes at once, as in x + xᵀ, of long columns", LAWS, 6e-9
     )
     crossed_rows: int = quantity("elements", "of a column that is long", LAWS, 1 << 11)
+    mapped_s: float = quantity(
+        "s/element", "a function in another order of axes, of long columns", LAWS, 2.2e-9
+    )
+    mapped_rows: int = quantity("elements", "of a column that is long", LAWS, 1 << 12)
     moved_row: int = quantity(
         "elements", "a longer row that is moved as a whole takes as long", ORIENTATION, 16
     )
@@ -413,6 +417,16 @@ class ProductLayouts:
         if 4 * stride % self.conflict_bytes == 0:
             return self.conflict_s
         return min(1.0, (stride - 1) / (self.moved_row - 1)) * self.copy_s
+
+    def mapped_each(self, shape: Sequence[int], order: Sequence[int]) -> float:
+        """Return the seconds of an element of a function of an array in another order of its axes.
+
+        order: of the axes longer than 1. A loop computes the function along the last one. Where it
+        reads the array at a stride, lines of a cache are lost before their neighbours are read.
+        """
+        stride, column = math.prod(shape[order[-1] + 1 :]), shape[order[-1]]
+        near = min(1.0, (stride - 1) / (self.moved_row - 1))
+        return near * min(1.0, column / self.mapped_rows) * self.mapped_s
 
     def moved_each(self, shape: Sequence[int], order: Sequence[int]) -> float:
         """Return the seconds of an element of an array that is copied in another order of its axes.

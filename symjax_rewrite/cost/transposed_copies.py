@@ -191,8 +191,8 @@ class _Copies:
         if not isinstance(v, int):
             return 0.0  # a literal is a scalar
         seconds, seen = 0.0, set()
-        stack: list[tuple[int, Any, tuple[int, ...]]] = [(v, aval, tuple(order))]
-        for v, aval, order in stack:
+        stack: list[tuple[int, Any, tuple[int, ...], bool]] = [(v, aval, tuple(order), False)]
+        for v, aval, order, is_mapped in stack:
             counted = all(isinstance(n, int) and n for n in aval.shape)  # neither named nor empty
             if (v, order) in seen or not counted:
                 continue
@@ -202,20 +202,25 @@ class _Copies:
             in_order = long == sorted(long)
             inner = self._inner_order(v, maker, order, in_order, is_operand)
             if maker is not None and _multiplies(maker) and not (is_operand and v in self.shared):
-                stack += _factors(maker, order)
+                stack += [(*factor, is_mapped) for factor in _factors(maker, order)]
             elif inner is not None and maker is not None:
-                stack += [(r, x, inner) for r, x in _whole(maker, len(inner))]
+                maps = is_mapped or maker.name in ELEMENTWISE
+                stack += [(r, x, inner, maps) for r, x in _whole(maker, len(inner))]
             elif not in_order:
-                each = self._rate(v, aval.shape, long)
+                each = self._rate(v, aval.shape, long, is_mapped)
                 seconds += aval.size * (max(each, self._written(v)) if is_operand else each)
                 seconds += self.device.page_seconds(aval.size * aval.dtype.itemsize)
         return seconds
 
-    def _rate(self, v: int, shape: Sequence[int], order: Sequence[int]) -> float:
-        """Return the seconds to move an element of a value to another order of its long axes."""
+    def _rate(self, v: int, shape: Sequence[int], order: Sequence[int], is_mapped: bool) -> float:
+        """Return the seconds to move an element of a value to another order of its long axes.
+
+        is_mapped: True if a function of the value is computed in that order.
+        """
         if self._is_of_smaller(v):  # computed once more, in this order
             return self._written(v) + self._strided_seconds(v, order[-1])
-        return self.layouts.moved_each(shape, order)
+        each = self.layouts.moved_each(shape, order)
+        return max(each, self.layouts.mapped_each(shape, order)) if is_mapped else each
 
     def _written(self, v: int) -> float:
         """Return the seconds to write an element of a value."""

@@ -114,9 +114,10 @@ def _pair(
     kept = _kept(there, back, second, around)
     kept_bytes = sum(aval_bytes(there.body.avals[v]) for v in numbers(there.ys[k] for k in kept))
     kept_bytes *= there.length
-    if not _pays(there, kept, kept_bytes, device):
+    read_s = _read_again(there, back, kept) / device.bytes_per_s
+    if not _pays(there, kept, kept_bytes, read_s, device):
         alone = sum(fused(x, around, [e], device)[1] for x, e in plain) if kept else saved
-        if not _pays(there, kept, kept_bytes + saved - alone, device):
+        if not _pays(there, kept, kept_bytes + saved - alone, read_s, device):
             return None
     return LoopPair(there, back, kept, _block(there, kept_bytes))
 
@@ -147,11 +148,19 @@ def _kept(there: Loop, back: Loop, second: Equation, around: Surroundings) -> li
     return [k for k, is_hidden in hidden.items() if is_hidden]
 
 
-def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
+def _read_again(there: Loop, back: Loop, kept: Sequence[int]) -> float:
+    """Return the bytes of all steps' operands that only recomputed steps read in the loop back."""
+    used = {v for e in _needed(there, kept) for v in e.reads}
+    read = {s.value for s in back.sources.values()}
+    again = [v for v, s in there.sources.items() if v in used and s.value not in read]
+    return there.length * sum([aval_bytes(there.body.avals[v]) for v in again])
+
+
+def _pays(there: Loop, kept: list[int], kept_bytes: float, read_s: float, device: Device) -> bool:
     """Return True if recomputing results takes no longer than writing and reading them.
 
     Where each operation of a step is a launch, a recomputed step is one launch at least, beside
-    what a step costs itself.
+    what a step costs itself. read_s: of operands that are read again.
     """
     loops, memory = device.loops, device.memory
     if not kept_bytes or kept_bytes < loops.least_remade_bytes:
@@ -165,7 +174,7 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bo
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
         step += own / loops.fused_step if e.name in FUSED_KINDS else own
-    return margins.pays(moved, there.length * step, "remake", device, kept_bytes)
+    return margins.pays(moved, read_s + there.length * step, "remake", device, kept_bytes)
 
 
 def _needed(loop: Loop, kept: Sequence[int]) -> list[Equation]:

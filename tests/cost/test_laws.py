@@ -208,6 +208,20 @@ def test_a_product_with_differences_of_identities_is_no_sum() -> None:
     assert "contraction_order" not in {r.name for r in found.rules}
 
 
+def test_functions_of_long_columns_in_another_order_take_longer_than_copies() -> None:
+    """Cosine transforms of blocks with the blocks last took 1.9 times as long as written."""
+    shape = (50_000, 8, 8)
+    moved = copies(lambda x: x.transpose(2, 1, 0), shape)
+    assert copies(lambda x: jnp.round(x).transpose(2, 1, 0), shape) > 4 * moved
+    in_rows = [copies(f, shape[::-1]) for f in (lambda x: x.T, lambda x: jnp.round(x).T)]
+    assert in_rows[0] == in_rows[1]
+
+    def quantised(x: Any, m: Any, q: Any) -> Any:
+        return m @ (jnp.round(m.T @ x @ m / q) * q) @ m.T / 16
+
+    assert not rewritten(quantised, shape, (8, 8), (8, 8)).rules
+
+
 @pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))
 def test_gpus_pay_neither_copies_nor_pages(name: str) -> None:
     device = DEVICES[name]
