@@ -206,6 +206,13 @@ def _sum_by_vector(operand: Operand, needed: set[int], short_row: int) -> Operan
     return total, tuple(i for i in labels if i in needed)
 
 
+def sum_by_rows(data: Any, count: int) -> Any:
+    """Return the sum of an array over its first axes, so many, by a product with ones."""
+    ones = lax.full(data.shape[:count], 1, data.dtype)
+    axes = tuple(range(count))
+    return lax.dot_general(ones, data, ((axes, axes), ((), ())), lax.Precision.HIGHEST)
+
+
 def _ones(data: Any, axis: int) -> Any:
     return lax.full((data.shape[axis],), 1, data.dtype)
 

@@ -64,7 +64,7 @@ class Margins:
     )
     fresh: float = quantity(
         "1", "times that fresh memory may take less than priced, on a system at rest: a fold that "
-        "pays by the fresh memory of a whole program must pay then too",
+        "pays by fresh memory must pay then too",
         JUDGED, 2.0,
     )  # fmt: skip
     even: float = quantity("1", "a fold at those named sizes where it gains least", JUDGED, 1.0)

@@ -76,7 +76,8 @@ class FoldRoute:
     of each tile in roots. wide: classes that folds exchange in f32; with None every step rounds as
     the program does. price: returns the
     fold's cost on a device. compute: returns all results of the operands; None: the fold itself.
-    kernel: the CUDA backend that computes it in one call, if fixed.
+    kernel: the CUDA backend that computes it in one call, if fixed. by_rows: True if sums of the
+    results over outer axes are products with ones (`rewriting.column_reductions`).
     """
 
     spec: FoldSpec
@@ -90,6 +91,7 @@ class FoldRoute:
     compute: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
     kernel: str = ""
     roots: tuple[int, ...] = ()
+    by_rows: bool = False
 
     def classes(self) -> set[int]:
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
@@ -192,7 +194,7 @@ class FoldRoute:
         for addend, (_, _, features) in zip(served.form, served.places, strict=True):
             if addend.kind != "count":
                 axes = (*served.lead, *(() if addend.after else features))
-        return _finished(emitter.t, served, reduce(operator.add, values), axes)
+        return _finished(emitter.t, served, reduce(operator.add, values), axes, self.by_rows)
 
     def _addend(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
         """Return one term of a reduction over the leading axes and its features."""
@@ -271,13 +273,17 @@ def _times(data: Any, coefficient: float) -> Any:
 
 
 def _finished(
-    t: TermGraph, served: Served, data: Any, axes: tuple[str, ...]
+    t: TermGraph, served: Served, data: Any, axes: tuple[str, ...], by_rows: bool
 ) -> tuple[Any, tuple[int, ...]]:
     """Return the value over the reduction's own indices; other reduced axes are summed last."""
     dtype = np.dtype(t.graph.classes[served.reduction.cls].dtype)
     index = {name: i for i, name in served.names.items()}
     gone = tuple(k for k, a in enumerate(axes) if index.get(a) in served.reduction.bound)
-    if gone:
+    is_sum = served.reduction.kind == "sum" and data.dtype in (np.float32, np.float64)
+    if gone and by_rows and is_sum and gone == (*range(len(gone)),):
+        data = term_lowering.sum_by_rows(data, len(gone))
+        axes = axes[len(gone) :]
+    elif gone:
         data = jax_internals.reduce_monoid(_REDUCE[served.reduction.kind], data, gone)
         axes = tuple(a for k, a in enumerate(axes) if k not in gone)
     data, axes = _without_single(data, axes, index)

@@ -92,7 +92,8 @@ def compared(
     """Return predicted seconds of a cluster's terms as written and of its folds, and `bytes_whole`.
 
     A cluster that XLA streams holds no bytes in memory. Its library stores the weights of a softmax
-    of long rows.
+    of long rows. Unless the folds pay on a system at rest, where fresh memory takes less, the terms
+    are priced there.
 
     beside_s: seconds of fresh memory that stored terms need beside other temporaries. in_call: True
     if a call of XLA's library computes the terms and reduces their results.
@@ -116,12 +117,18 @@ def compared(
     else:
         whole = seconds_whole(t, cluster, written, fast)
     whole -= gained_in_batches(t, written, device, fast)
-    whole += max(fresh_s, beside_s) if fresh and not apart else fresh_s
+    least_s = fresh_s
+    if fresh and not apart:
+        least_s, fresh_s = (max(s, beside_s) for s in (fresh_s / device.margins.fresh, fresh_s))
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)
     if moved_s:  # a term is written and read once more for each order of its axes
         passes = orders_stored(t, cluster) * (1 + device.memory.passes_of_write)
         moved_s += passes * copied / fast.bytes_per_s
-    return whole + moved_s, sum(seconds_folded(r, fast) for r in routes), fresh
+    folded = sum(seconds_folded(r, fast) for r in routes)
+    whole += moved_s + least_s
+    if margins.pays(whole, folded, "fold", device):
+        whole += fresh_s - least_s
+    return whole, folded, fresh
 
 
 def with_temporaries(device: Device, fresh: float) -> Device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -262,7 +263,8 @@ class _FoldSelection:
         if not folds:
             return "only one chosen column of each row is read"
         if self.device.folds.streams:
-            folds = [route.in_stored_order(t) for route in folds]
+            by_rows = self.device.columns is not None
+            folds = [replace(route.in_stored_order(t), by_rows=by_rows) for route in folds]
         if self.device.runs_on_gpu and not draft.choices:
             gradient = with_gradient(t, need, folds, self.scope.cancels)
             draft.cluster.declined = gradient if isinstance(gradient, str) else ""
