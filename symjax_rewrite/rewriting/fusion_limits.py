@@ -452,10 +452,12 @@ def _seconds(e: Equation, width: int, r: Fused, writes: bool) -> tuple[float, fl
     """Return the seconds of a reduction by rows in a fusion, and of a stored operand.
 
     writes: True if the fusion writes the operand of short rows; one that has reduced it does not.
+    Where each task of a call has whole rows of results, sums over inner axes write nothing.
     """
     x: Any = e.eqn.invars[0].aval
     facts, pages = r.facts, r.device.page_seconds(x.size * x.dtype.itemsize)
-    is_written = writes and width <= facts.short_row
+    in_tasks = math.isfinite(facts.tasks) and 0 not in e.eqn.params["axes"]
+    is_written = writes and width <= facts.short_row and not in_tasks
     fused = facts.across_seconds(x.size / width, pages if is_written else 0.0)
     return fused, facts.stored_s * x.size + pages
 

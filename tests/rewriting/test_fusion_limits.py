@@ -391,3 +391,17 @@ def test_a_top_k_that_xla_keeps_for_its_readers_is_left() -> None:
         assert not stored(f, array(200, 256))
         text = jax.jit(f).lower(array(200, 256)).compile().as_text() or ""
         assert "TopK" in text and " sort(" not in text
+
+
+@pytest.mark.skipif(
+    CPU.fusions is None or CPU.fusions.tasks == float("inf"), reason="this XLA's calls write sums"
+)
+def test_sums_over_inner_axes_store_no_operand_in_tasks():
+    """Gradients of energy distances stored 144 MB of differences first, and took longer."""
+
+    def forces(x, s):
+        return jnp.sum((x[:, None] - x) * s[..., None], 1)
+
+    specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1500, 16), (1500, 1500))]
+    found = sym_optimize(forces, device="cpu", kernels="off").explain(*specs)
+    assert NAME not in [r.name for r in found.rules]
