@@ -68,12 +68,11 @@ def power(x: Any, quarters: int) -> Any:
     x: real floats, any shape.
     """
     negative = lax.lt(x, lax.full_like(x, 0)) & lax.gt(x, lax.full_like(x, -np.inf))
-    x = lax.select(negative, lax.full_like(x, np.nan), lax.abs(x))  # 1 / x may round to -0
+    x = lax.select(negative, lax.full_like(x, np.nan), lax.abs(x))  # of -0, -infinity
     whole, rest = divmod(abs(quarters), 4)
-    if quarters < 0 and whole:  # 1 / x is in range where the power is
-        x = lax.div(lax.full_like(x, 1), x)
     root = lax.sqrt(x)
     made = {1: lambda: lax.sqrt(root), 2: lambda: root, 3: lambda: root * lax.sqrt(root)}[rest]()
     if whole:
-        return lax.integer_pow(x, whole) * made
-    return lax.div(lax.full_like(made, 1), made) if quarters < 0 else made
+        # Of a power whose inverse is in range, 4 times the power is.
+        made = lax.integer_pow(x, whole) * (made if quarters > 0 else 4 * made)
+    return made if quarters > 0 else lax.div(lax.full_like(made, 4 if whole else 1), made)

@@ -14,7 +14,7 @@ from symjax_rewrite.rewriting.rule import POWERS
 X = jax.ShapeDtypeStruct((1 << 18,), jnp.float32)
 QUARTERS = [q for q in range(-MOST_QUARTERS, MOST_QUARTERS + 1) if q % 4]
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -1.5, -3e38, 1.0]
-VALUES = [*SPECIAL, 2e-38, 1e-26, 3e-7, 0.7, 4.2, 5e9, 3e38]
+VALUES = [*SPECIAL, 2e-38, 1e-26, 2.2e-26, 3e-7, 0.7, 4.2, 5e9, 1.8e25, 3e38]
 
 
 def powers(fun: Any, *specs: Any, device: str = "cpu", **options: Any) -> int:

@@ -139,8 +139,13 @@ def _term(
 
 
 def _summed(term: Callable[[Any], Array], count: int, dtype: str, most: int) -> Array:
-    """Return the sum of a term over features, at most so many in each step of a loop."""
+    """Return the sum of a term over features, at most so many in each step of a loop.
+
+    The loop begins with the features that no step of it takes. Behind it XLA would add them in the
+    kernel that reads the sum, for which it may compile one kernel for each slice.
+    """
     piece = dividing(count, most)
+    rest = count % piece
 
     def add(total: Array, first: Any, many: int) -> Array:
         for k in range(many):
@@ -148,9 +153,8 @@ def _summed(term: Callable[[Any], Array], count: int, dtype: str, most: int) -> 
         return total
 
     def step(number: Array, total: Array) -> Array:
-        return add(total, number * piece, piece)
+        return add(total, rest + number * piece, piece)
 
     shape = jax.eval_shape(term, jnp.int32(0)).shape
-    whole = count // piece
-    total = lax.fori_loop(0, whole, step, jnp.zeros(shape, dtype))
-    return add(total, whole * piece, count - whole * piece)
+    begin = add(jnp.zeros(shape, dtype), 0, rest)
+    return lax.fori_loop(0, count // piece, step, begin)
