@@ -199,6 +199,7 @@ class Epilogue:
         reads: numbers of row and batch operands.
         key: compared by equality and hashing, with `axes` and `reads`; `fun` itself if left out.
         dtypes: the dtypes of the results; a trace of `fun` finds them if left out.
+        is_plain: it computes nothing: the results keep their values, in another layout or dtype.
     """
 
     fun: Callable[[tuple, tuple], tuple] = field(compare=False)
@@ -206,6 +207,7 @@ class Epilogue:
     reads: tuple[int, ...] = ()
     key: Hashable = None
     dtypes: tuple[str, ...] = field(default=(), compare=False)
+    is_plain: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.key is None:

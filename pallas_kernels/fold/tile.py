@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -212,6 +213,16 @@ def _apart(spec: FoldSpec, tile: Array) -> Array:
     return tile if fuses else stored_apart(tile)
 
 
+def _stored_tiles(spec: FoldSpec, made: Sequence[Array]) -> list[Array]:
+    """Return the tiles, those apart that a sum without weights or factor reads beside products.
+
+    The products would store the tile as well, and the sum read a copy of it.
+    """
+    sums = [o for o in spec.outputs if isinstance(o, Sums)]
+    alone = {o.tile for o in sums for t in o.terms if t.weights is None and t.factor is None}
+    return [_apart(spec, x) if k in alone else x for k, x in enumerate(made)]
+
+
 def _measure(
     spec: FoldSpec, output: Output, term: WeightedTerm, made: Sequence[Array], block: Block
 ) -> monoid.Measure:
@@ -220,8 +231,8 @@ def _measure(
             p = p * made[term.factor].astype(p.dtype)
         total = accumulator(p.dtype)
         if term.weights is None:
-            p = _apart(spec, p) if isinstance(output, Sums) else p
-            return jnp.sum(p, axis=-1, dtype=total)
+            factored = isinstance(output, Sums) and term.factor is not None
+            return jnp.sum(_apart(spec, p) if factored else p, axis=-1, dtype=total)
         p, weights = _multiplied(term, p, block.arrays[term.weights])
         tile_axes = (*block.inner, spec.row, spec.col)
         sides = [(p, tile_axes), (weights, block_axes(spec, term.weights, block.inner))]
@@ -378,7 +389,7 @@ def _column_sums(
 
 def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
     """Return the state of each output after this tile alone."""
-    made = tiles(spec, block)
+    made = _stored_tiles(spec, tiles(spec, block))
 
     def lift(output: Output) -> State:
         if not isinstance(output, ColumnSums):
@@ -396,7 +407,7 @@ def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
 
 def absorb_block(spec: FoldSpec, states: Sequence[State], block: Block) -> tuple[State, ...]:
     """Return the state of each output after one more tile."""
-    made = tiles(spec, block)
+    made = _stored_tiles(spec, tiles(spec, block))
 
     def absorb(output: Output, state: State) -> State:
         if isinstance(output, ColumnSums):
@@ -427,7 +438,8 @@ def finish(
     if spec.epilogue is None:
         return leaves
     lead = len(inner) + 1
-    wide = tuple(tuple(_merge(_reduced_apart(x, lead), lead) for x in state) for state in states)
+    apart = (lambda x: x) if spec.epilogue.is_plain else partial(_reduced_apart, axes=lead)
+    wide = tuple(tuple(_merge(apart(x), lead) for x in state) for state in states)
     values = [_row_value(spec, k, blocks[k], inner) for k in spec.epilogue.reads]
     out = spec.epilogue.fun(wide, tuple(values))
     arrays = []

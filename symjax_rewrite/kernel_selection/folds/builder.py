@@ -314,7 +314,7 @@ def read_operands(
 
     A class that is read at several indices is computed whole: XLA would compute every slice in a
     kernel of its own. The slices are along its last axes, so that XLA takes a stack of them for the
-    whole.
+    whole. Operands over rows and over columns with the same elements are one array.
 
     inputs: classes with their axes. dtypes: the dtypes they are read in; a class that folds
     exchange in f32 may be wider than in the program.
@@ -322,7 +322,13 @@ def read_operands(
     slots = [tuple(n for n, a in enumerate(axes) if isinstance(a, At)) for _, axes in inputs]
     read = [(cls, d, s) for (cls, _), d, s in zip(inputs, dtypes, slots, strict=True)]
     whole = {key: _sliced_last(emitter, *key, fenced=n > 1) for key, n in Counter(read).items()}
-    return [_at(whole[key], axes, key[2]) for key, (_, axes) in zip(read, inputs, strict=True)]
+    made, out = dict[Any, Any](), list[Any]()
+    for key, (_, axes) in zip(read, inputs, strict=True):
+        places = tuple(axes[slot].place for slot in key[2])
+        if (found := (key, places, len(axes))) not in made:
+            made[found] = _at(whole[key], places, len(axes))
+        out.append(made[found])
+    return out
 
 
 def _sliced_last(emitter: Any, cls: int, dtype: str, sliced: tuple[int, ...], fenced: bool) -> Any:
@@ -336,12 +342,15 @@ def _sliced_last(emitter: Any, cls: int, dtype: str, sliced: tuple[int, ...], fe
     return jax.lax.optimization_barrier(data) if sliced and fenced else data
 
 
-def _at(data: Any, axes: tuple[Any, ...], sliced: tuple[int, ...]) -> Any:
-    """Return an array at the places of its last axes; a single row gets its axis here."""
+def _at(data: Any, places: tuple[Any, ...], axes: int) -> Any:
+    """Return an array at places of its last axes; a single row gets its axis here.
+
+    axes: how many the operand has, with those.
+    """
     rank = data.ndim
-    for slot in reversed(sliced):
-        data = jax.lax.index_in_dim(data, axes[slot].place, data.ndim - 1, keepdims=False)
-    return data if len(axes) == rank else data[..., None]
+    for place in reversed(places):
+        data = jax.lax.index_in_dim(data, place, data.ndim - 1, keepdims=False)
+    return data if axes == rank else data[..., None]
 
 
 def name_addend(addend: Addend, names: dict[Any, Any], tiles: TileBuilder) -> Addend:

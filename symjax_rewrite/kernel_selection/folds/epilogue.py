@@ -33,6 +33,7 @@ ROW_MAPS = frozenset(
     """abs ceil clamp convert_element_type cos div eq exp exp2 floor ge gt is_finite le log log1p
     logistic lt max min ne not or and pow reciprocal rsqrt select_n sign sin sqrt tanh""".split()
 )
+UNSCALED = (None, (), (), 1)  # no shift, no exponents, no powers, the coefficient 1
 Names = tuple[str, ...]
 Place = tuple[int, int]  # output of a fold, and the index of its result
 Value = int | tuple[int, int]  # a class, or (reduction, term): a term before its row algebra
@@ -238,7 +239,13 @@ def row_algebra(
     fun = _function(steps, used, t.primitives)
     key = ("rows", key_of(steps), used)
     dtypes = tuple([steps[n].dtype for n in used])
-    return Rows(Epilogue(fun, axes, reads, key, dtypes), returned, program.names, inside, axes)
+    epilogue = Epilogue(fun, axes, reads, key, dtypes, all(map(_is_plain, steps)))
+    return Rows(epilogue, returned, program.names, inside, axes)
+
+
+def _is_plain(step: Step) -> bool:
+    """Return True for a step that keeps the values of a reduction."""
+    return step.kind in ("state", "cast") or (step.kind == "scale" and step.data == UNSCALED)
 
 
 def _returned(around: FoldSurroundings, inside: set[int]) -> list[int]:

@@ -78,8 +78,14 @@ class MirroredFold:
             return self._mirrored(arrays)
         # The pairs that are left out have A = 0 here, which an infinite C would make NaN.
         finite = jnp.all(jnp.stack([jnp.isfinite(x).all() for x in scales]))
+        # An operand that stands twice becomes one of the branches', where XLA sees it as such.
+        known = {id(x): x for x in arrays}
+        places = [[*known].index(id(x)) for x in arrays]
         return lax.cond(
-            finite, lambda *xs: self._mirrored(xs), lambda *xs: fold(self.spec, *xs), *arrays
+            finite,
+            lambda *xs: self._mirrored([xs[k] for k in places]),
+            lambda *xs: fold(self.spec, *[xs[k] for k in places]),
+            *known.values(),
         )
 
     def _mirrored(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
