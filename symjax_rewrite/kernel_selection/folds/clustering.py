@@ -42,6 +42,7 @@ from symjax_rewrite.kernel_selection.folds.reductions import (
     Form,
     Reduction,
     forms,
+    over_pairs,
     reads,
     reduction_of,
     split_sum,
@@ -220,10 +221,13 @@ def _candidate(terms: Pair, cls: int, scope: Scope) -> ClusterMember | None:
         if keyed:
             carried = carried.intersection(found.bound, *(k.axes for k in found.keys))
         for row in sorted(carried, key=lambda i: (i in found.bound, -size(i), i)):
-            paired = _paired(found, terms.along(row, column), scope.least)
-            if paired is not None and paired.makes_work():
-                return _along_storage(paired, scope.least)
-            plain = plain or paired
+            pair = terms.along(row, column)
+            nested = over_pairs(t.graph, found, row, column)
+            for form in (found,) if nested is found else (nested, found):
+                paired = _paired(form, pair, scope.least)
+                if paired is not None and paired.makes_work():
+                    return _along_storage(paired, scope.least)
+                plain = plain or paired
     alone = _single(terms, found, scope.least) if scope.single and not keyed else None
     return alone if alone is not None and alone.makes_work() else plain or alone
 

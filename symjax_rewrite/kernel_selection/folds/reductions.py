@@ -94,11 +94,45 @@ def reduction_of(t: TermGraph, cls: int) -> Reduction | None:
         found = choice(node)
         return found and Reduction(cls, "at", (found.table,), bound, sizes, choice=found)
     if node.op == op.CONTRACT:
-        return _keyed_product(t, cls, node, sizes) or Reduction(cls, "sum", node.args, bound, sizes)
+        keyed = _keyed_product(t, cls, node, sizes)
+        return keyed or _by_factors(t.graph, Reduction(cls, "sum", node.args, bound, sizes))
     kind = _MONOIDS.get(str(node.attr))
     if kind is None or (kind in ("any", "all") and g.classes[cls].dtype != "bool"):
         return None
     return Reduction(cls, kind, node.args, bound, sizes)
+
+
+def _by_factors(g: EGraph, found: Reduction) -> Reduction:
+    """Return a sum of a stored product of smaller arrays as the sum of these.
+
+    `sum(p[:, :, None] * v)` is then the product `p @ v`, with v as weights.
+    """
+    (arg, *others), dtype = found.args, g.classes[found.cls].dtype
+    node = node_of(g, arg.cls)
+    if others or node.op != op.CONTRACT or node.bound or g.classes[arg.cls].dtype != dtype:
+        return found
+    factors = tuple([over(arg, a) for a in node.args])
+    if any({*arg.axes} <= {*a.axes} for a in factors):
+        return found
+    return replace(found, args=factors, through=(*found.through, arg.cls))
+
+
+def over_pairs(g: EGraph, found: Reduction, row: int, column: int) -> Reduction:
+    """Return a sum over pairs and features as the sum over pairs of a sum over features.
+
+    Features that a sum of pairs keeps are one more axis of its tile.
+    """
+    c, features = g.classes[found.cls], [i for i in found.bound if i not in (row, column)]
+    if found.kind != "sum" or len(features) != 1 or kind_of(g, found.cls) != "f" or is_half(c.dtype):
+        return found
+    inside = [a for a in found.args if features[0] in a.axes]
+    if any(g.classes[a.cls].dtype != c.dtype for a in inside):
+        return found
+    inner = g.term(op.CONTRACT, inside, found.sizes, c.dtype, summed=features)
+    args = (inner, *(a for a in found.args if a not in inside))
+    sizes = {i: n for i, n in found.sizes.items() if i not in features}
+    bound = tuple([i for i in found.bound if i not in features])
+    return replace(found, args=args, bound=bound, sizes=sizes)
 
 
 def _diagonal(g: EGraph, cls: int, node: Node) -> Reduction | None:
