@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -15,7 +15,8 @@ from symjax_rewrite.ir.products import HALF
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Node
 
-REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+# A dot without an axis of its own on either side is a product that a sum reads.
+REDUCED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "dot_general"})
 BY_ORDER = REDUCED | VECTORISED  # equations whose prices depend on the order of axes in memory
 
 Count = Callable[[tuple[Dim, ...]], float]
@@ -58,6 +59,8 @@ def row_steps(
     folds, is_reduction = device.folds, made.name in REDUCED
     wide: Any = made.eqn.invars[0] if is_reduction else made.eqn.outvars[0]
     sizes = tuple(map(from_jax, wide.aval.shape))
+    if made.name == "dot_general" and len(sizes) - 1 not in _summed_axes(made):
+        return RowSteps()
     row = max(count(sizes[-1:]), 1.0)
     if is_reduction:
         steps = folds.row_sum * space / row
@@ -76,6 +79,13 @@ def row_steps(
     return RowSteps(alone, 0.0, max(unrolled - functions - alone, 0.0))
 
 
+def _summed_axes(made: Equation) -> Sequence[int]:
+    """Return the axes of its first operand that a reduction, or a dot, sums."""
+    if made.name == "dot_general":
+        return made.eqn.params["dimension_numbers"][0][0]
+    return made.eqn.params["axes"]
+
+
 def _column_steps(
     made: Equation,
     sizes: tuple[Dim, ...],
@@ -84,7 +94,7 @@ def _column_steps(
     device: Device,
 ) -> float:
     """Return the steps of an element of a reduction down columns."""
-    columns, axes = device.columns, made.eqn.params["axes"]
+    columns, axes = device.columns, _summed_axes(made)
     if columns is None:
         return 0.0
     outside, width = count(sizes[: min(axes)]), count(sizes[max(axes) + 1 :])
@@ -128,5 +138,5 @@ def reduces_rows(node: Node, made: Equation | None) -> bool:
     """
     if made is not None and made.name in REDUCED:
         x: Any = made.eqn.invars[0].aval
-        return x.ndim - 1 in made.eqn.params["axes"]
+        return x.ndim - 1 in _summed_axes(made)
     return any(a.axes and a.axes[-1] >= node.out for a in node.args)

@@ -98,7 +98,7 @@ def compared(
     beside_s: seconds of fresh memory that stored terms need beside other temporaries. in_call: True
     if a call of XLA's library computes the terms and reduces their results.
     """
-    written = written_terms(t, cluster)
+    written = written_terms(t, cluster, device)
     library = is_in_library(t, cluster, written, device)
     inside = library and is_all_in_library(written)
     few = inside and stores_no_term(t, cluster, device)

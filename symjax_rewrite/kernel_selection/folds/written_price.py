@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from symjax_rewrite.cost.batched_products import batch_seconds
@@ -11,7 +12,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.node_steps import weight
 from symjax_rewrite.cost.profile_groups import FoldFacts
-from symjax_rewrite.cost.term_cost import CostModel, itemsize
+from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
 from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
@@ -51,7 +52,7 @@ def seconds_streamed(
     copied = (c for c in mine if not in_call or mine.isdisjoint(facts[c].args))
     products += sum(facts[c].packing for c in copied)
     steps = sum(model.chained_seconds(facts[c].work) for c in mine if facts[c].flops is None)
-    steps += _feature_steps(t, cluster, device.folds) / device.folds.fused_steps_per_s
+    steps += _feature_steps(t, cluster, choice, device.folds) / device.folds.fused_steps_per_s
     return products + max(steps, moved / device.bytes_per_s)
 
 
@@ -74,7 +75,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, written: WrittenTerms, device:
         steps += min(folds.plain_steps(k, rows, length, m.reduction.places) for k in kinds)
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
-    steps += _feature_steps(t, cluster, folds)
+    steps += _feature_steps(t, cluster, choice, folds)
     repeated = sum(elements(t, c) for c in repeated_terms(t, choice, mine))
     order = postorder(roots, lambda c: [a.cls for a in choice[c].args if a.cls in mine])
     stored = cut_terms(t, reduced)
@@ -145,9 +146,11 @@ def _row_across(t: TermGraph, cls: int, node: Node, wide: Ref) -> int:
     return 0 if not sizes or wide.axes[-1] >= node.out else t.number(sizes[-1])
 
 
-def _feature_steps(t: TermGraph, cluster: Cluster, folds: FoldFacts) -> float:
+def _feature_steps(
+    t: TermGraph, cluster: Cluster, choice: Mapping[int, Node], folds: FoldFacts
+) -> float:
     """Return the steps of XLA's sums over features of pairs, beside the arithmetic of terms."""
-    inner = ((m, r) for m in cluster.members for r in m.tile.inner)
+    inner = ((m, r) for m in cluster.members for r in m.tile.inner if not is_dot(choice[r.cls]))
     summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
     return sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
 

@@ -16,7 +16,7 @@ from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of, users_of
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements, is_elementwise
@@ -35,19 +35,41 @@ class WrittenTerms(NamedTuple):
     roots: tuple[int, ...]
 
 
-def written_terms(t: TermGraph, cluster: Cluster) -> WrittenTerms:
-    """Return the terms of a cluster as written."""
+def written_terms(t: TermGraph, cluster: Cluster, device: Device) -> WrittenTerms:
+    """Return the terms of a cluster as written.
+
+    A sum of a product that it alone reads is a matrix product to XLA on a CPU.
+    """
     reduced = sorted({m.reduction.cls for m in cluster.members})
     mine = {
         *reduced,
         *cluster.classes()[0],
         *(x for m in cluster.members for x in m.reduction.through),
     }
-    reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
-    choice = {c: node_of(t.graph, c) for c in mine | reached}
+    found = _sums_of_products(t, mine) if device.folds.streams else {}
+    mine -= {node_of(t.graph, c).args[0].cls for c in found}
+    nodes = {c: found.get(c) or node_of(t.graph, c) for c in mine}
+    reached = {a.cls for node in nodes.values() for a in node.args}
+    choice = {c: node_of(t.graph, c) for c in reached} | nodes
     native = {a.cls for c in reduced if choice[c].op == NATIVE for a in choice[c].args}
     roots = (*reduced, *sorted((native & mine).difference(reduced)))
     return WrittenTerms(choice, mine, reduced, roots)
+
+
+def _sums_of_products(t: TermGraph, mine: set[int]) -> dict[int, Node]:
+    """Return sums of products that they alone read, as products: `sum(x[:, None] * y, -1)`."""
+    g, found = t.graph, dict[int, Node]()
+    for c in mine:
+        node = node_of(g, c)
+        inner = node_of(g, node.args[0].cls) if len(node.args) == 1 else node
+        if node.op != CONTRACT or inner.op != CONTRACT or inner.bound or not node.bound:
+            continue
+        made = t.maker_of(node.args[0].cls)
+        users = () if made is None else t.program.once(users_of).get(made.outvals[0], ())
+        product = node._replace(args=tuple([over(node.args[0], a) for a in inner.args]))
+        if is_dot(product) and len(users) == 1:
+            found[c] = product
+    return found
 
 
 def is_streamed(t: TermGraph, cluster: Cluster, written: WrittenTerms, device: Device) -> bool:
