@@ -223,11 +223,12 @@ def _candidate(terms: Pair, cls: int, scope: Scope) -> ClusterMember | None:
         for row in sorted(carried, key=lambda i: (i in found.bound, -size(i), i)):
             pair = terms.along(row, column)
             nested = over_pairs(t.graph, found, row, column)
-            for form in (found,) if nested is found else (nested, found):
-                paired = _paired(form, pair, scope.least)
-                if paired is not None and paired.makes_work():
-                    return _along_storage(paired, scope.least)
-                plain = plain or paired
+            paired = None if nested is found else _paired(nested, pair, scope.least)
+            if paired is None or paired.tile.has_dot or len(paired.tile.counts) > 1:
+                paired = _paired(found, pair, scope.least)
+            if paired is not None and paired.makes_work():
+                return _along_storage(paired, scope.least)
+            plain = plain or paired
     alone = _single(terms, found, scope.least) if scope.single and not keyed else None
     return alone if alone is not None and alone.makes_work() else plain or alone
 

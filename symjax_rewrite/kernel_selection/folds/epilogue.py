@@ -33,7 +33,6 @@ ROW_MAPS = frozenset(
     """abs ceil clamp convert_element_type cos div eq exp exp2 floor ge gt is_finite le log log1p
     logistic lt max min ne not or and pow reciprocal rsqrt select_n sign sin sqrt tanh""".split()
 )
-UNSCALED = (None, (), (), 1)  # no shift, no exponents, no powers, the coefficient 1
 Names = tuple[str, ...]
 Place = tuple[int, int]  # output of a fold, and the index of its result
 Value = int | tuple[int, int]  # a class, or (reduction, term): a term before its row algebra
@@ -245,7 +244,10 @@ def row_algebra(
 
 def _is_plain(step: Step) -> bool:
     """Return True for a step that keeps the values of a reduction."""
-    return step.kind in ("state", "cast") or (step.kind == "scale" and step.data == UNSCALED)
+    if step.kind == "scale":
+        shift, coefficients, powers, coefficient = step.data
+        return shift is None and not coefficients and not powers and coefficient == 1
+    return step.kind in ("state", "cast")
 
 
 def _returned(around: FoldSurroundings, inside: set[int]) -> list[int]:

@@ -123,7 +123,12 @@ def over_pairs(g: EGraph, found: Reduction, row: int, column: int) -> Reduction:
     Features that a sum of pairs keeps are one more axis of its tile.
     """
     c, features = g.classes[found.cls], [i for i in found.bound if i not in (row, column)]
-    if found.kind != "sum" or len(features) != 1 or kind_of(g, found.cls) != "f" or is_half(c.dtype):
+    if (
+        found.kind != "sum"
+        or len(features) != 1
+        or kind_of(g, found.cls) != "f"
+        or is_half(c.dtype)
+    ):
         return found
     inside = [a for a in found.args if features[0] in a.axes]
     if any(g.classes[a.cls].dtype != c.dtype for a in inside):

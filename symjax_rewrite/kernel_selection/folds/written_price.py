@@ -150,7 +150,8 @@ def _feature_steps(
     t: TermGraph, cluster: Cluster, choice: Mapping[int, Node], folds: FoldFacts
 ) -> float:
     """Return the steps of XLA's sums over features of pairs, beside the arithmetic of terms."""
-    inner = ((m, r) for m in cluster.members for r in m.tile.inner if not is_dot(choice[r.cls]))
+    products = {c for c, node in choice.items() if is_dot(node)}
+    inner = ((m, r) for m in cluster.members for r in m.tile.inner if r.cls not in products)
     summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
     return sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
 

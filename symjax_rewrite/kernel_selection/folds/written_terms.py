@@ -57,7 +57,7 @@ def written_terms(t: TermGraph, cluster: Cluster, device: Device) -> WrittenTerm
 
 
 def _sums_of_products(t: TermGraph, mine: set[int]) -> dict[int, Node]:
-    """Return sums of products that they alone read, as products: `sum(x[:, None] * y, -1)`."""
+    """Return sums of products of smaller arrays that they alone read: `sum(x[:, None] * y, -1)`."""
     g, found = t.graph, dict[int, Node]()
     for c in mine:
         node = node_of(g, c)
@@ -67,7 +67,8 @@ def _sums_of_products(t: TermGraph, mine: set[int]) -> dict[int, Node]:
         made = t.maker_of(node.args[0].cls)
         users = () if made is None else t.program.once(users_of).get(made.outvals[0], ())
         product = node._replace(args=tuple([over(node.args[0], a) for a in inner.args]))
-        if is_dot(product) and len(users) == 1:
+        is_outer = all(len(a.axes) < len(node.args[0].axes) for a in product.args)
+        if is_outer and is_dot(product) and len(users) == 1:
             found[c] = product
     return found
 

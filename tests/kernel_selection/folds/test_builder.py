@@ -102,6 +102,17 @@ def test_row_algebra_of_a_block_is_no_part_of_its_sums():
     assert "reduce_precision" in str(jaxpr)
 
 
+def test_results_without_row_algebra_are_left_alone():
+    """They would be one kernel more to compile."""
+
+    def total(x, y):
+        return jnp.exp(-jnp.abs(x[:, None] - y)).sum(1)
+
+    given = [jax.ShapeDtypeStruct((n,), "float32") for n in (900, 700)]
+    jaxpr = jax.make_jaxpr(sym_optimize(total, kernels="always", device="cpu"))(*given)
+    assert "reduce_precision" not in str(jaxpr)
+
+
 def test_loops_of_products_cut_operands_that_are_stored_batch_in_the_middle(one_device):
     """In the order of its class an operand was copied, and cut into pieces of one element."""
 
