@@ -464,6 +464,8 @@ class FoldBuilder:
             attr, rounds = None if is_half(dtype) else addend.precision, self.tiles.pair.cancels
         else:  # a product of f32 and half precision rounds neither operand
             attr = node_of(g, served.reduction.cls).attr
+            if served.reduction.through and not is_half(dtype):
+                attr = "highest"  # a sum of products becomes a product that loses no digits
             rounds = all(g.classes[a.cls].dtype == dtype for a in served.reduction.args)
         rounding = dtype if is_half(dtype) and rounds else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir import term as op
-from symjax_rewrite.ir.dataflow import kind_of, node_of
+from symjax_rewrite.ir.dataflow import kind_of, node_of, users_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import is_half, is_moderate
@@ -56,9 +56,9 @@ class Reduction:
     kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k`, `sorted`, `at` or `keyed`.
     args: the reduced terms (of a sum: the factors of its summand). bound: indices reduced over.
     choice: the element that a gather selects. through: classes between the args and this class that
-    it alone reads: a sort of which only `part` is read, a sum that is summed further. keys: of a
-    sum by key, the integers that give the indices `along` of the result. clips: True if keys out of
-    range are clipped.
+    it alone reads: a sort of which only `part` is read, a sum that is summed further, a product.
+    keys: of a sum by key, the integers that give the indices `along` of the result. clips: True if
+    keys out of range are clipped.
     """
 
     cls: int
@@ -95,26 +95,34 @@ def reduction_of(t: TermGraph, cls: int) -> Reduction | None:
         return found and Reduction(cls, "at", (found.table,), bound, sizes, choice=found)
     if node.op == op.CONTRACT:
         keyed = _keyed_product(t, cls, node, sizes)
-        return keyed or _by_factors(t.graph, Reduction(cls, "sum", node.args, bound, sizes))
+        return keyed or _by_factors(t, Reduction(cls, "sum", node.args, bound, sizes))
     kind = _MONOIDS.get(str(node.attr))
     if kind is None or (kind in ("any", "all") and g.classes[cls].dtype != "bool"):
         return None
     return Reduction(cls, kind, node.args, bound, sizes)
 
 
-def _by_factors(g: EGraph, found: Reduction) -> Reduction:
-    """Return a sum of a stored product of smaller arrays as the sum of these.
+def _by_factors(t: TermGraph, found: Reduction) -> Reduction:
+    """Return a sum of a product of smaller arrays as the sum over these, `p @ v`, v as weights."""
+    factors = outer_factors(t, found.cls, found.args)
+    return replace(found, args=factors, through=(found.args[0].cls,)) if factors else found
 
-    `sum(p[:, :, None] * v)` is then the product `p @ v`, with v as weights.
+
+def outer_factors(t: TermGraph, cls: int, args: tuple[Ref, ...]) -> tuple[Ref, ...]:
+    """Return the factors of a sum of a product of smaller arrays that the sum alone reads, or ().
+
+    args: those of the sum: `p[:, :, None] * v` of `sum(p[:, :, None] * v, 1)`.
     """
-    (arg, *others), dtype = found.args, g.classes[found.cls].dtype
-    node = node_of(g, arg.cls)
-    if others or node.op != op.CONTRACT or node.bound or g.classes[arg.cls].dtype != dtype:
-        return found
+    if len(args) != 1 or kind_of(t.graph, cls) != "f":
+        return ()
+    (arg,), classes = args, t.graph.classes
+    node, made = node_of(t.graph, arg.cls), t.maker_of(arg.cls)
+    if node.op != op.CONTRACT or node.bound or classes[arg.cls].dtype != classes[cls].dtype:
+        return ()
+    if made is None or len(t.program.once(users_of).get(made.outvals[0], ())) != 1:
+        return ()
     factors = tuple([over(arg, a) for a in node.args])
-    if any({*arg.axes} <= {*a.axes} for a in factors):
-        return found
-    return replace(found, args=factors, through=(*found.through, arg.cls))
+    return () if any({*arg.axes} <= {*a.axes} for a in factors) else factors
 
 
 def over_pairs(g: EGraph, found: Reduction, row: int, column: int) -> Reduction:
@@ -122,18 +130,13 @@ def over_pairs(g: EGraph, found: Reduction, row: int, column: int) -> Reduction:
 
     Features that a sum of pairs keeps are one more axis of its tile.
     """
-    c, features = g.classes[found.cls], [i for i in found.bound if i not in (row, column)]
-    if (
-        found.kind != "sum"
-        or len(features) != 1
-        or kind_of(g, found.cls) != "f"
-        or is_half(c.dtype)
-    ):
+    dtype, features = g.classes[found.cls].dtype, [i for i in found.bound if i not in (row, column)]
+    if found.kind != "sum" or len(features) != 1 or kind_of(g, found.cls) != "f" or is_half(dtype):
         return found
     inside = [a for a in found.args if features[0] in a.axes]
-    if any(g.classes[a.cls].dtype != c.dtype for a in inside):
+    if any(g.classes[a.cls].dtype != dtype for a in inside):
         return found
-    inner = g.term(op.CONTRACT, inside, found.sizes, c.dtype, summed=features)
+    inner = g.term(op.CONTRACT, inside, found.sizes, dtype, summed=features)
     args = (inner, *(a for a in found.args if a not in inside))
     sizes = {i: n for i, n in found.sizes.items() if i not in features}
     bound = tuple([i for i in found.bound if i not in features])

@@ -16,10 +16,11 @@ from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of, users_of
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node, over
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, NATIVE, REDUCE, Node
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import bytes_of, elements, is_elementwise
+from symjax_rewrite.kernel_selection.folds.reductions import outer_factors
 
 
 class WrittenTerms(NamedTuple):
@@ -58,17 +59,12 @@ def written_terms(t: TermGraph, cluster: Cluster, device: Device) -> WrittenTerm
 
 def _sums_of_products(t: TermGraph, mine: set[int]) -> dict[int, Node]:
     """Return sums of products of smaller arrays that they alone read: `sum(x[:, None] * y, -1)`."""
-    g, found = t.graph, dict[int, Node]()
+    found = dict[int, Node]()
     for c in mine:
-        node = node_of(g, c)
-        inner = node_of(g, node.args[0].cls) if len(node.args) == 1 else node
-        if node.op != CONTRACT or inner.op != CONTRACT or inner.bound or not node.bound:
-            continue
-        made = t.maker_of(node.args[0].cls)
-        users = () if made is None else t.program.once(users_of).get(made.outvals[0], ())
-        product = node._replace(args=tuple([over(node.args[0], a) for a in inner.args]))
-        is_outer = all(len(a.axes) < len(node.args[0].axes) for a in product.args)
-        if is_outer and is_dot(product) and len(users) == 1:
+        node = node_of(t.graph, c)
+        factors = outer_factors(t, c, node.args) if node.op == CONTRACT and node.bound else ()
+        product = node._replace(args=factors)
+        if is_dot(product):
             found[c] = product
     return found
 
