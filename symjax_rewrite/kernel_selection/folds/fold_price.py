@@ -126,7 +126,7 @@ def compared(
         moved_s += passes * copied / fast.bytes_per_s
     folded = sum(seconds_folded(r, fast) for r in routes)
     whole += moved_s + least_s
-    if margins.pays(whole, folded, "fold", device):
+    if margins.pays(whole, folded, "rested", device):
         whole += fresh_s - least_s
     return whole, folded, fresh
 
