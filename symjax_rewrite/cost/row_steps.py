@@ -59,9 +59,10 @@ def row_steps(
     folds, is_reduction = device.folds, made.name in REDUCED
     wide: Any = made.eqn.invars[0] if is_reduction else made.eqn.outvars[0]
     sizes = tuple(map(from_jax, wide.aval.shape))
-    if made.name == "dot_general" and len(sizes) - 1 not in _summed_axes(made):
-        return RowSteps()
     row = max(count(sizes[-1:]), 1.0)
+    if made.name == "dot_general":
+        row = _row_of_dot(made, sizes, count)
+        return RowSteps(folds.row_sum * space / row if row else 0.0)
     if is_reduction:
         steps = folds.row_sum * space / row
         alone = _column_steps(made, sizes, count, makers, device) * space
@@ -79,6 +80,17 @@ def row_steps(
     return RowSteps(alone, 0.0, max(unrolled - functions - alone, 0.0))
 
 
+def _row_of_dot(made: Equation, sizes: tuple[Dim, ...], count: Count) -> float:
+    """Return the elements that a dot sums in a row; 0 without a batch, or along outer axes.
+
+    A dot of whole arrays sums one row: XLA joins the axes that it sums.
+    """
+    summed = sorted(_summed_axes(made))
+    is_inner = summed == [*range(len(sizes) - len(summed), len(sizes))]
+    inner = sizes[len(sizes) - len(summed) :]
+    return max(count(inner), 1.0) if is_inner and len(summed) < len(sizes) else 0.0
+
+
 def _summed_axes(made: Equation) -> Sequence[int]:
     """Return the axes of its first operand that a reduction, or a dot, sums."""
     if made.name == "dot_general":
@@ -94,7 +106,7 @@ def _column_steps(
     device: Device,
 ) -> float:
     """Return the steps of an element of a reduction down columns."""
-    columns, axes = device.columns, _summed_axes(made)
+    columns, axes = device.columns, made.eqn.params["axes"]
     if columns is None:
         return 0.0
     outside, width = count(sizes[: min(axes)]), count(sizes[max(axes) + 1 :])
