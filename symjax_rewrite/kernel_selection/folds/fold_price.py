@@ -119,7 +119,8 @@ def compared(
     whole -= gained_in_batches(t, written, device, fast)
     least_s = fresh_s
     if fresh and not apart:
-        least_s, fresh_s = (max(s, beside_s) for s in (fresh_s / device.margins.fresh, fresh_s))
+        rested_s = fresh_s / max(device.margins.fresh, 1.0)
+        least_s, fresh_s = max(rested_s, beside_s), max(fresh_s, beside_s)
     whole += 0.0 if streamed else across_pairs_seconds(t, cluster, device)
     if moved_s:  # a term is written and read once more for each order of its axes
         passes = orders_stored(t, cluster) * (1 + device.memory.passes_of_write)

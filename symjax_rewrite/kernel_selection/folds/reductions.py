@@ -128,19 +128,18 @@ def outer_factors(t: TermGraph, cls: int, args: tuple[Ref, ...]) -> tuple[Ref, .
 def over_pairs(g: EGraph, found: Reduction, row: int, column: int) -> Reduction:
     """Return a sum over pairs and features as the sum over pairs of a sum over features.
 
-    Features that a sum of pairs keeps are one more axis of its tile.
+    Features that a sum of pairs keeps are one more axis of its tile. Those of a product stay: one
+    of its factors may be the weights of the other.
     """
     dtype, features = g.classes[found.cls].dtype, [i for i in found.bound if i not in (row, column)]
     if found.kind != "sum" or len(features) != 1 or kind_of(g, found.cls) != "f" or is_half(dtype):
         return found
-    inside = [a for a in found.args if features[0] in a.axes]
-    if any(g.classes[a.cls].dtype != dtype for a in inside):
+    if len(found.args) != 1 or g.classes[found.args[0].cls].dtype != dtype:
         return found
-    inner = g.term(op.CONTRACT, inside, found.sizes, dtype, summed=features)
-    args = (inner, *(a for a in found.args if a not in inside))
+    inner = g.term(op.CONTRACT, found.args, found.sizes, dtype, summed=features)
     sizes = {i: n for i, n in found.sizes.items() if i not in features}
     bound = tuple([i for i in found.bound if i not in features])
-    return replace(found, args=args, bound=bound, sizes=sizes)
+    return replace(found, args=(inner,), bound=bound, sizes=sizes)
 
 
 def _diagonal(g: EGraph, cls: int, node: Node) -> Reduction | None:

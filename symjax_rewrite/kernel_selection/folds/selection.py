@@ -187,7 +187,7 @@ class _FoldSelection:
 
         def least_s(block: Temporaries) -> float:
             """Return the seconds of a block that is fresh in every call, at rest."""
-            return device.page_seconds(block.bytes()) / device.margins.fresh
+            return device.page_seconds(block.bytes()) / max(device.margins.fresh, 1.0)
 
         block = functools.reduce(folded, taken, temporaries_of(t, terms.need, terms.model))
         left_s = least_s(block)
