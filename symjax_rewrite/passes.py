@@ -20,6 +20,7 @@ from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenWeights
 from symjax_rewrite.kernel_selection.norms.selection import Norms
 from symjax_rewrite.kernel_selection.partial_sort import PartialSorts
 from symjax_rewrite.loops.affine_trees import AffineTrees
+from symjax_rewrite.loops.batched_loops import BatchedLoops
 from symjax_rewrite.loops.bodies import Bodies
 from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
 from symjax_rewrite.loops.loop import Loop
@@ -55,6 +56,7 @@ PASSES: tuple[Pass, ...] = (
     DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
     PairedSteps(loop_kernel),  # a loop and its backward loop → steps optimised together
     AffineTrees(loop_kernel),  # a tree of affine steps and its derivatives → loops or kernels
+    BatchedLoops(),  # a loop whose steps do not depend on each other → all steps at once
     ImprovedLoops(loop_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
     FarFields(),  # sums over pairs of points → cells, where an approximation is permitted
@@ -69,7 +71,8 @@ PASSES: tuple[Pass, ...] = (
     BandedProducts(),  # a product with a banded matrix → blocks
     RepeatedProducts(),  # a product for every copy of an operand → one product
     Bodies(),  # bodies of loops and branches → optimised programs
-    ImprovedLoops(loop_kernel),  # again, for loops with a rewritten body
+    BatchedLoops(),  # again, for loops with a rewritten body
+    ImprovedLoops(loop_kernel),  # the same
     CommonProducts(),  # a product written twice → one product
     OrientedProducts(),  # a product → the order of operands that reads memory in order
     ExtremumPlaces(),  # an argmax → a maximum, and the least place where it stands
@@ -80,6 +83,8 @@ PASSES: tuple[Pass, ...] = (
 )
 
 # Passes of loops and of the bodies in them; the others work on index terms and large arrays.
-OF_LOOPS = frozenset({"differentiated_loops", "paired_steps", "affine_trees", "loops", "bodies"})
+OF_LOOPS = frozenset(
+    {"differentiated_loops", "paired_steps", "affine_trees", "batched_loops", "loops", "bodies"}
+)
 # Passes that multiply what a loop does not change, computed once before it.
 OF_INVARIANTS = frozenset({"algebra"})

@@ -52,6 +52,7 @@ def sweep(name: str):
     "name",
     [
         "attention",
+        "batched_loops",
         "calculations",
         "cost_model",
         "data_movement",

@@ -11,7 +11,7 @@ from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.term_cost import itemsize, shape_of
+from symjax_rewrite.cost.term_cost import Cost, itemsize, shape_of
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_name
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
@@ -61,6 +61,8 @@ def equation_seconds(
     in_step: True for an equation of a loop's body.
     """
     name = eqn.primitive.name
+    if jax_internals.is_replacement(eqn) and (cost := replacement_cost(eqn, device)) is not None:
+        return cost.seconds * times
     made = sum([aval_size(v.aval) for v in eqn.outvars]) * times
     if name in PLAIN:
         return made / device.elementwise_per_s
@@ -83,6 +85,12 @@ def equation_seconds(
     if name in ("sort", "top_k"):
         return sorting_seconds(eqn, device) * times
     return made / device.elementwise_per_s
+
+
+def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
+    """Return the cost stated by the part behind a replacement equation; None if it states none."""
+    cost = getattr(eqn.params["part"], "cost", None)
+    return None if cost is None else cost(device)
 
 
 def sorting_seconds(eqn: JaxprEqn, device: Device) -> float:

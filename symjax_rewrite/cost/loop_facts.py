@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from symjax_rewrite.cost.profile_fields import (
+    BATCHES,
     FACT,
     JUDGED,
     LAWS,
@@ -50,6 +51,8 @@ class LoopFacts:
     fused_step: float = quantity("1", "speedup of cheap work in a fused step", NO_SCRIPT, 4.0)
     least_cut_weights: float = quantity("bytes", "smaller weights stay whole", NO_SCRIPT, 3 << 18)
     most_cut_rows: int = quantity("rows", "a product of more stays whole", NO_SCRIPT, 32)
+    small_sums: float = quantity("1", "speedup of a step whose sums are short", BATCHES, 1.0)
+    batched_s: float = quantity("s", "a program in place of a loop, to begin", BATCHES, 0.0)
     least_cut_steps: int = quantity("steps", "in fewer a product stays whole", JUDGED, 8)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from symjax_rewrite.cost.profile_fields import (
+    BATCHES,
     ELEMENTWISE,
     FACT,
     FOLDS,
@@ -45,6 +46,7 @@ SLOW_MAPS = frozenset(FUNCTIONS)
 Kind = Literal[
     "rewrite", "dominating", "fold", "streamed", "norm", "scan", "hoist", "tree", "banded",
     "blocks", "remake", "order", "orientation", "measured", "told", "even", "far_field", "rested",
+    "batched",
 ]  # fmt: skip
 
 
@@ -70,6 +72,7 @@ class Margins:
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
     hoist: float = quantity("1", "work of all steps outside a loop", RESIDUALS, 1.25)
+    batched: float = quantity("1", "all steps of a loop at once", BATCHES, 2.5)
     tree: float = quantity("1", "a tree of affine steps as a loop", JUDGED, 1.25)
     banded: float = quantity("1", "a product with a banded matrix in blocks", RESIDUALS, 1.15)
     blocks: float = quantity("1", "more blocks than fewer", NO_SCRIPT, 1 / 0.95)

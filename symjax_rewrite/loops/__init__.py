@@ -15,6 +15,6 @@ Before: scan and while equations. After: loops that compute less in each step.
               by the kernels of a step (`step_kernels`)
     gradient  forward and backward loops: `program_partition`, `rematerialization`,
               `sunk_operands`, `linear_zeros`
-    passes    `loop_optimizer`, `bodies`, `paired_steps`, `differentiated_loops`, `affine_trees`
-              (by `associative_scan_loops`)
+    passes    `loop_optimizer`, `batched_loops`, `bodies`, `paired_steps`, `differentiated_loops`,
+              `affine_trees` (by `associative_scan_loops`)
 """

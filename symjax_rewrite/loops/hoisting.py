@@ -12,7 +12,6 @@ hoisted work may write are bounded.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from symjax_rewrite import jax_internals
@@ -80,6 +79,29 @@ def is_steppable(e: Equation) -> bool:
 def _gains(alone: float, together: float, written: float, device: Device) -> bool:
     """Return True if equations at once pay, with the bytes that they write for all steps."""
     return margins.pays(alone, together + 2 * written / device.bytes_per_s, "hoist", device)
+
+
+def accumulations(loop: Loop, level: dict[int, int]) -> Iterator[Accumulation]:
+    """Yield the carries of a loop that only accumulate products, in order."""
+    uses, makers = loop.uses(), makers_of(loop.body.equations)
+
+    def only_maker(v: Value) -> Equation | None:
+        """Return the equation that makes a value, if the value is read once."""
+        return makers.get(v) if isinstance(v, int) and uses[v] == 1 else None
+
+    for k, carry in enumerate(loop.carries):
+        add = only_maker(carry.out)
+        if add is None or add.name not in ("add", "add_any") or carry.inner not in add.invals:
+            continue
+        views: list[Equation] = []
+        e = only_maker(add.invals[1 - add.invals.index(carry.inner)])
+        while e is not None and e.name in _SUM_VIEWS:
+            views.insert(0, e)
+            e = only_maker(e.invals[0])
+        if uses[carry.inner] != 1 or e is None or e.name != "dot_general":
+            continue
+        if all(isinstance(v, int) and level[v] > 0 for v in e.invals):
+            yield Accumulation(k, e, tuple(views), add)
 
 
 class _Plan:
@@ -206,7 +228,7 @@ class _Plan:
         device, room, saved = self.device, self.room, 0.0
         early = {v for e in self.motion.before for v in e.outvals}
         ready = {*self.loop.sources, *numbers(self.loop.ys), *early}
-        for found in self._accumulations():
+        for found in accumulations(self.loop, self.level):
             e, carry = found.product, self.loop.carries[found.carry].inner
             written = self._stacked(set(e.reads) - ready)
             alone = equation_seconds(e.eqn, device, in_step=True)
@@ -223,27 +245,6 @@ class _Plan:
                 self.motion.sums.append(found)
         if not margins.gains_share(saved, self._whole_seconds(), "loop", device):
             self.motion.sums = []
-
-    def _accumulations(self) -> Iterator[Accumulation]:
-        """Yield the carries that only accumulate products, in order."""
-        uses = self.loop.uses()
-        for k, carry in enumerate(self.loop.carries):
-            add = self._only_maker(carry.out, uses)
-            if add is None or add.name not in ("add", "add_any") or carry.inner not in add.invals:
-                continue
-            views: list[Equation] = []
-            e = self._only_maker(add.invals[1 - add.invals.index(carry.inner)], uses)
-            while e is not None and e.name in _SUM_VIEWS:
-                views.insert(0, e)
-                e = self._only_maker(e.invals[0], uses)
-            if uses[carry.inner] != 1 or e is None or e.name != "dot_general":
-                continue
-            if all(isinstance(v, int) and self.level[v] > 0 for v in e.invals):
-                yield Accumulation(k, e, tuple(views), add)
-
-    def _only_maker(self, v: Value, uses: Counter[int]) -> Equation | None:
-        """Return the equation that makes a value, if the value is read once."""
-        return self.makers.get(v) if isinstance(v, int) and uses[v] == 1 else None
 
     def _refuse_large(self, reason: str) -> None:
         self.motion.refused.append(Obstacle.MEMORY(reason))

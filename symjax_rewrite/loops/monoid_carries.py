@@ -9,7 +9,7 @@ counter that steps by one can be the count of a mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -87,11 +87,22 @@ class MonoidFold:
             counted = loop.counters[self.count.value].reshape(-1)
             first = counted[-1 if loop.reverse else 0] - self.count.offset
             firsts[COUNT], states[COUNT] = jnp.asarray(first), jnp.ones(length, np.int32)
-        made = all_steps(list(self.equations), known, given)
+        made = given | all_steps(list(self.equations), known, given)
         for f in self.follows:
-            x = made[_next_state(loop, f.carry)]
+            x = made[self._stepwise(f.carry, made)]
             states[f.carry] = lax.rev(x, (0,)) if loop.reverse else x
         return self._combined(states, firsts)
+
+    def _stepwise(self, k: int, made: Container[int]) -> int:
+        """Return the value whose states over all steps make a carry: without `0 +` before it."""
+        out, inner = _next_state(self.loop, k), self.loop.carries[k].inner
+        (last,) = [e for e in self.equations if out in e.outvals]
+        if last.name in ("add", "add_any") and inner in last.invals:
+            (added,) = [v for v in last.invals if v != inner] or [None]
+            aval = self.loop.body.avals
+            if isinstance(added, int) and added in made and aval[added].shape == aval[out].shape:
+                return added
+        return out
 
     def _combined(self, states: dict[int, Any], firsts: dict[int, Any]) -> dict[int, Any]:
         """Return the start of each carry combined with the states of all steps."""

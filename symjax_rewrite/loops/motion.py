@@ -36,6 +36,11 @@ class Accumulation:
     views: tuple[Equation, ...]
     add: Equation
 
+    @property
+    def equations(self) -> tuple[Equation, ...]:
+        """Return the equations of a step that it replaces, in order."""
+        return self.product, *self.views, self.add
+
     def total(self, steps: dict[int, Any], start: Any) -> Any:
         """Return the carry after the last step, from the stacked operands of the product."""
         e = self.product
@@ -84,7 +89,7 @@ class Motion:
     def rest(self, loop: Loop) -> list[Equation]:
         """Return the equations of a loop that stay in it."""
         gone = {*self.once, *self.before, *self.after}
-        gone.update(e for s in self.sums for e in (s.product, *s.views, s.add))
+        gone.update(e for s in self.sums for e in s.equations)
         return [e for e in loop.body.equations if e not in gone]
 
 

@@ -35,10 +35,10 @@ from symjax_rewrite.cost.equation_cost import (
 from symjax_rewrite.ir.dataflow import makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.replacement import Read
-from symjax_rewrite.loops.hoisting import STACKABLE, is_steppable
-from symjax_rewrite.loops.loop import Loop, run_equations
+from symjax_rewrite.loops.hoisting import STACKABLE, accumulations, is_steppable
+from symjax_rewrite.loops.loop import Loop, get, run_equations
 from symjax_rewrite.loops.monoid_carries import MonoidFold, monoid_fold
-from symjax_rewrite.loops.motion import all_steps, seconds_at_once
+from symjax_rewrite.loops.motion import Accumulation, all_steps, seconds_at_once
 
 _SELECTIONS = ("top_k", "sort")
 KERNELS = 5  # of the total of a monoid: the states, its reductions, and their combination
@@ -101,10 +101,15 @@ class RunningSelection:
 
 @dataclass(slots=True)
 class StreamFold:
-    """A loop as a fold. seconds: predicted, of the loop and of the fold."""
+    """A loop as a fold, with the results of all its steps.
+
+    once, before: the equations that compute what the folds read, and the results. seconds:
+    predicted, of the loop and of the fold.
+    """
 
     loop: Loop
     selections: list[RunningSelection]
+    sums: list[Accumulation]
     monoids: MonoidFold | None
     once: list[Equation] = field(default_factory=list)
     before: list[Equation] = field(default_factory=list)
@@ -120,9 +125,18 @@ class StreamFold:
             steps.update(all_steps(self.before, known, steps))
             for selection in self.selections:
                 finals |= selection.totals(steps, starts, loop.reverse)
+            finals |= {s.carry: s.total(steps, starts[s.carry]) for s in self.sums}
             if self.monoids is not None:
                 finals |= self.monoids.totals(known, steps, starts)
-        return loop.finish([finals[k] for k in range(len(loop.carries))], [], read)
+        ys = [self._result(v, known, steps) for v in loop.ys]
+        return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
+
+    def _result(self, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
+        """Return a result of all steps; it may be the same in all."""
+        if isinstance(v, int) and v in steps:
+            return steps[v]
+        x = jnp.asarray(get(known, v))
+        return jnp.broadcast_to(x, (self.loop.length, *x.shape))
 
 
 def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
@@ -130,39 +144,47 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
 
     The caller permits sums to be rounded in another order.
     """
-    counted = isinstance(loop.length, int) and loop.length > 1 and loop.condition is None
-    if loop.ys or not counted or not loop.carries:
-        return None
-    if any(e.eqn.effects or not e.outvals for e in loop.body.equations):
+    if loop.ys or not loop.carries:
         return None
     if not _may_gain(loop, device) and not any(e.name in _SELECTIONS for e in loop.body.equations):
         return None
-    reader = _FoldReader(loop)
-    selections = list(reader.selections())
-    others = {*range(len(loop.carries))} - {j.carry for f in selections for j in f.joins}
-    if not selections and not _may_gain(loop, device):
+    found = all_at_once(loop)
+    if found is None or found.sums or not (found.selections or _may_gain(loop, device)):
         return None
-    monoids = monoid_fold(loop, others, reader.level) if others else None
+    adds = found.monoids is not None and found.monoids.adds
+    if adds and any(e.name in STACKABLE for e in found.before):
+        return None  # a sum of products is one product: see `hoisting`
+    found.seconds = _seconds(found, loop.levels(), device)
+    if found.seconds is None or not margins.pays(*found.seconds, "hoist", device):
+        return None
+    return found
+
+
+def all_at_once(loop: Loop) -> StreamFold | None:
+    """Return a normalised loop as work of all steps where its carries are folds, or None."""
+    counted = isinstance(loop.length, int) and loop.length > 1 and loop.condition is None
+    if not counted or any(e.eqn.effects or not e.outvals for e in loop.body.equations):
+        return None
+    reader = _FoldReader(loop)
+    level, selections = reader.level, list(reader.selections())
+    own = {e for f in selections for e in (*[j.equation for j in f.joins], f.equation, *f.rest)}
+    sums = [s for s in accumulations(loop, level) if all(level[v] == 1 for v in s.product.reads)]
+    own.update(e for s in sums for e in s.equations)
+    rest = [e for e in loop.body.equations if e not in own]
+    if not all(is_steppable(e) for e in rest if level[e.outvals[0]] > 0):
+        return None
+    others = {*range(len(loop.carries))} - {j.carry for f in selections for j in f.joins}
+    others -= {s.carry for s in sums}
+    monoids = monoid_fold(loop, others, level) if others else None
     if others and monoids is None:
         return None
-    added = monoids.equations if monoids is not None else ()
-    own = {e for f in selections for e in (*[j.equation for j in f.joins], f.equation, *f.rest)}
-    own.update(added)
-    level = reader.level
-    rest = [e for e in loop.body.equations if e not in own]
+    own.update(monoids.equations if monoids is not None else ())
+    rest = [e for e in rest if e not in own]
     once = [e for e in rest if level[e.outvals[0]] == 0]
     before = [e for e in rest if level[e.outvals[0]] == 1]
     if not reader.are_apart(own) or len(once) + len(before) < len(rest):
         return None
-    if not all(map(is_steppable, (*before, *added))):
-        return None
-    if monoids is not None and monoids.adds and any(e.name in STACKABLE for e in before):
-        return None  # a sum of products is one product: see `hoisting`
-    found = StreamFold(loop, selections, monoids, once, before)
-    found.seconds = _seconds(found, level, device)
-    if found.seconds is None or not margins.pays(*found.seconds, "hoist", device):
-        return None
-    return found
+    return StreamFold(loop, selections, sums, monoids, once, before)
 
 
 class _FoldReader:

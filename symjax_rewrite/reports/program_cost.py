@@ -17,10 +17,16 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
-from symjax_rewrite.cost.equation_cost import runs_apart, shape_of, sorting_seconds, summed_sizes
+from symjax_rewrite.cost.equation_cost import (
+    replacement_cost,
+    runs_apart,
+    shape_of,
+    sorting_seconds,
+    summed_sizes,
+)
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.temporaries import fresh_seconds
-from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
+from symjax_rewrite.cost.term_cost import CostModel, itemsize
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.replacement import live_values
@@ -277,12 +283,6 @@ def unpriced(terms: ProgramTerms, device: Device, sample: Sample) -> Iterator[Ja
         found = equation_traffic(e.eqn, device, sample) if id(e) in native else Traffic()
         if None in (found.bytes, found.seconds, _equation_flops(e.eqn, device)):
             yield e.eqn
-
-
-def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
-    """Return the cost stated by the part behind a replacement equation; None if it states none."""
-    cost = getattr(eqn.params["part"], "cost", None)
-    return None if cost is None else cost(device)
 
 
 def _staged(eqn: JaxprEqn) -> ClosedJaxpr:

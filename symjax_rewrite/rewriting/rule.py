@@ -64,7 +64,7 @@ TRANSFORMATIONS = {
     ROWS: "short rows of a reduction are joined, split or written out",
     STORED: "a value is stored where fused code would be slow",
     INVARIANT: "loop-invariant operations run once, before the loop",
-    BATCHING: "products of all steps are one product, before or after the loop",
+    BATCHING: "what depends on no other step runs for all steps at once",
     FUSION: "the loop and operations around it are one loop",
     PARTS: "a product that a step reads in parts is a product for each part",
     PACKING: "results in small floats are stacked as their bits",
