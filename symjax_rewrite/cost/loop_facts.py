@@ -52,6 +52,7 @@ class LoopFacts:
     least_cut_weights: float = quantity("bytes", "smaller weights stay whole", NO_SCRIPT, 3 << 18)
     most_cut_rows: int = quantity("rows", "a product of more stays whole", NO_SCRIPT, 32)
     small_sums: float = quantity("1", "speedup of a step whose sums are short", BATCHES, 1.0)
+    serial_s: float = quantity("s/entry", "a sum of a whole row in a step", BATCHES, 0.0)
     batched_s: float = quantity("s", "a program in place of a loop, to begin", BATCHES, 0.0)
     least_cut_steps: int = quantity("steps", "in fewer a product stays whole", JUDGED, 8)
 

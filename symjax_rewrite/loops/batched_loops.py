@@ -19,7 +19,13 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, aval_size, equation_seconds, runs_apart
+from symjax_rewrite.cost.equation_cost import (
+    aval_bytes,
+    aval_size,
+    equation_seconds,
+    runs_apart,
+    shape_of,
+)
 from symjax_rewrite.cost.library_calls import LEAST_ELEMENTS, REDUCED
 from symjax_rewrite.cost.placed_products import layout_seconds
 from symjax_rewrite.cost.temporaries import fresh_seconds, temporaries_of
@@ -35,6 +41,9 @@ from symjax_rewrite.loops.normalization import clean
 from symjax_rewrite.loops.stream_folds import StreamFold, all_at_once
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import BATCHING
+
+FEW_BYTES = 256  # of a product in a step
+LONG_ROW = 32  # elements; those of shorter rows are reduced many rows at once
 
 
 class BatchedLoops:
@@ -98,14 +107,18 @@ def _found(e: Equation, whole: StreamFold, program: Program, context: Context) -
 
 
 def _loop_seconds(loop: Loop, context: Context) -> float:
-    """Return predicted seconds of a loop as written, by the terms of a step."""
+    """Return predicted seconds of a loop as written, by the terms of a step.
+
+    XLA computes a product of a few numbers beside the other operations of a step: it costs nothing.
+    """
     device, level = context.device, loop.levels()
     own = [e for e in loop.body.equations if any(level[v] > 0 for v in e.outvals)]
+    own = [e for e in own if not (e.name == "dot_general" and _bytes(e) <= FEW_BYTES)]
     outputs = numbers(loop.ends)
     reads = {v for e in own for v in e.reads}.union(outputs).difference(*[e.outvals for e in own])
     step = replace(loop.body, equations=own, inputs=sorted(reads), outputs=outputs)
     cost = _cost(step, context, _of_steps(own, device))
-    each = cost.seconds
+    each = cost.seconds + device.loops.serial_s * sum(map(_serial_size, own))
     if not any(runs_apart(e.eqn) for e in own):
         each -= device.inlined_seconds(cost.launches, cost.bytes)
     results = [v.aval for v in loop.eqn.outvars]
@@ -118,6 +131,25 @@ def _batched_seconds(program: Program, context: Context) -> float:
     fresh_s = fresh_seconds(terms.t, terms.need, terms.model, device)
     kernels_s = _cost(program, context, device).seconds + layout_seconds(program, device)
     return device.loops.batched_s + kernels_s + fresh_s
+
+
+def _serial_size(e: Equation) -> float:
+    """Return the elements that an equation of a step reduces one after another, in long rows.
+
+    The library computes no reduction of few elements (`library_calls`). XLA's loop does, over short
+    rows for many of them at once.
+    """
+    if e.name not in REDUCED:
+        return 0.0
+    shape, axes = shape_of(e.eqn.invars[0]), e.eqn.params["axes"]
+    row, size = math.prod(shape[k] for k in axes), math.prod(shape)
+    is_serial = len(shape) - 1 in axes and row >= LONG_ROW and size < LEAST_ELEMENTS
+    return size if is_serial else 0.0
+
+
+def _bytes(e: Equation) -> float:
+    """Return the bytes of the operands and results of an equation."""
+    return sum(aval_bytes(v.aval) for v in (*e.eqn.invars, *e.eqn.outvars))
 
 
 def _of_steps(equations: Iterable[Equation], device: Device) -> Device:
