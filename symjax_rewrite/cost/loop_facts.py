@@ -53,6 +53,8 @@ class LoopFacts:
     most_cut_rows: int = quantity("rows", "a product of more stays whole", NO_SCRIPT, 32)
     small_sums: float = quantity("1", "speedup of a step whose sums are short", BATCHES, 1.0)
     serial_s: float = quantity("s/entry", "a sum of a whole row in a step", BATCHES, 0.0)
+    serial_row: int = quantity("elements", "shorter rows are summed many at once", BATCHES, 32)
+    few_bytes: float = quantity("bytes", "a product of fewer is part of a step", BATCHES, 256)
     batched_s: float = quantity("s", "a program in place of a loop, to begin", BATCHES, 0.0)
     least_cut_steps: int = quantity("steps", "in fewer a product stays whole", JUDGED, 8)
 

@@ -43,9 +43,6 @@ from symjax_rewrite.loops.stream_folds import StreamFold, all_at_once
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import BATCHING
 
-FEW_BYTES = 256  # of a product in a step
-LONG_ROW = 32  # elements; those of shorter rows are reduced many rows at once
-
 
 class BatchedLoops:
     """Runs the steps of a loop at once, where they are cheaper as operations on arrays."""
@@ -63,7 +60,9 @@ class BatchedLoops:
             if loop is None or loop.condition is not None or not _may_fold(loop):
                 continue
             whole = all_at_once(clean(loop)) if _is_plain(loop) else None
-            if whole is not None and not (forced and loop.carries):
+            if whole is None or whole.selections:  # those have prices of their own
+                continue
+            if not (forced and loop.carries):
                 yield _found(e, whole, program, context)
 
 
@@ -112,18 +111,18 @@ def _loop_seconds(loop: Loop, context: Context) -> float:
 
     XLA computes a product of a few numbers beside the other operations of a step: it costs nothing.
     """
-    device, level = context.device, loop.levels()
+    device, facts, level = context.device, context.device.loops, loop.levels()
     own = [e for e in loop.body.equations if any(level[v] > 0 for v in e.outvals)]
-    own = [e for e in own if not (e.name == "dot_general" and _bytes(e) <= FEW_BYTES)]
+    own = [e for e in own if not (e.name == "dot_general" and _bytes(e) <= facts.few_bytes)]
     outputs = numbers(loop.ends)
     reads = {v for e in own for v in e.reads}.union(outputs).difference(*[e.outvals for e in own])
     step = replace(loop.body, equations=own, inputs=sorted(reads), outputs=outputs)
     cost = _cost(step, context, _of_steps(own, device))
-    each = cost.seconds + device.loops.serial_s * sum(map(_serial_size, own))
+    each = cost.seconds + facts.serial_s * sum(_serial_size(e, facts.serial_row) for e in own)
     launches = cost.launches
-    if not device.loops.steps_are_launches:
+    if not facts.steps_are_launches:
         launches = max(launches, step_kernels(loop))
-        each += (launches - cost.launches) * device.loops.step_s
+        each += (launches - cost.launches) * facts.step_s
     if not any(runs_apart(e.eqn) for e in own):
         each -= device.inlined_seconds(launches, sum(map(_bytes, own)))
     results = [v.aval for v in loop.eqn.outvars]
@@ -138,7 +137,7 @@ def _batched_seconds(program: Program, context: Context) -> float:
     return device.loops.batched_s + kernels_s + fresh_s
 
 
-def _serial_size(e: Equation) -> float:
+def _serial_size(e: Equation, least_row: int) -> float:
     """Return the elements that an equation of a step reduces one after another, in long rows.
 
     The library computes no reduction of few elements (`library_calls`). XLA's loop does, over short
@@ -148,7 +147,7 @@ def _serial_size(e: Equation) -> float:
         return 0.0
     shape, axes = shape_of(e.eqn.invars[0]), e.eqn.params["axes"]
     row, size = math.prod(shape[k] for k in axes), math.prod(shape)
-    is_serial = len(shape) - 1 in axes and row >= LONG_ROW and size < LEAST_ELEMENTS
+    is_serial = len(shape) - 1 in axes and row >= least_row and size < LEAST_ELEMENTS
     return size if is_serial else 0.0
 
 
