@@ -38,7 +38,6 @@ from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.loop_reading import LOOPS, read_loop, step_of
 from symjax_rewrite.loops.monoid_carries import MOST_EQUATIONS
 from symjax_rewrite.loops.normalization import clean
-from symjax_rewrite.loops.step_kernels import step_kernels
 from symjax_rewrite.loops.stream_folds import StreamFold, all_at_once
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import BATCHING
@@ -119,12 +118,8 @@ def _loop_seconds(loop: Loop, context: Context) -> float:
     step = replace(loop.body, equations=own, inputs=sorted(reads), outputs=outputs)
     cost = _cost(step, context, _of_steps(own, device))
     each = cost.seconds + facts.serial_s * sum(_serial_size(e, facts.serial_row) for e in own)
-    launches = cost.launches
-    if not facts.steps_are_launches:
-        launches = max(launches, step_kernels(loop))
-        each += (launches - cost.launches) * facts.step_s
     if not any(runs_apart(e.eqn) for e in own):
-        each -= device.inlined_seconds(launches, sum(map(_bytes, own)))
+        each -= device.inlined_seconds(cost.launches, cost.bytes)
     results = [v.aval for v in loop.eqn.outvars]
     return loop.steps * each + sum(device.page_seconds(aval_bytes(a)) for a in results)
 
