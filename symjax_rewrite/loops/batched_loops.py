@@ -3,8 +3,8 @@
 A loop that only stacks results of its steps (`lax.map`), or only combines them in its carries
 (sums, extrema), is the same operations with one more axis. All passes then run on these: a step's
 distances to some points become a fold over pairs, its outer products one matrix product. That form
-is taken if it is cheaper than the loop and holds few arrays of all steps: the loop may have been
-written to save memory.
+is taken if it is cheaper than the loop, and holds no more at once than the loop reads and returns:
+the loop may have been written to save memory.
 
     for a in x: y ← exp(-Σ_k (a_k - z_jk)²) @ w   →   exp(-Σ_k (x_ik - z_jk)²) @ w, as one fold
 """
@@ -96,7 +96,7 @@ def _found(e: Equation, whole: StreamFold, program: Program, context: Context) -
         return refused(reason, e.eqn, seconds, name="loop")
     terms = context.terms(made)
     held = temporaries_of(terms.t, terms.need, terms.model).bytes()
-    if held > max(device.loops.growth * loop.outside_bytes, device.loops.least_remade_bytes):
+    if held > max(loop.outside_bytes, device.loops.least_remade_bytes):
         reason = "its steps stay a loop: arrays of all steps would be too large"
         return refused(Obstacle.MEMORY(reason), e.eqn, seconds, name="loop")
     run = lambda *arrays: jax_internals.eval_jaxpr(body.staged(), *arrays)  # noqa: E731
