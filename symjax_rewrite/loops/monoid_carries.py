@@ -89,15 +89,18 @@ class MonoidFold:
             firsts[COUNT], states[COUNT] = jnp.asarray(first), jnp.ones(length, np.int32)
         made = given | all_steps(list(self.equations), known, given)
         for f in self.follows:
-            x = made[self._stepwise(f.carry, made)]
+            x = made[self._stepwise(f, made)]
             states[f.carry] = lax.rev(x, (0,)) if loop.reverse else x
         return self._combined(states, firsts)
 
-    def _stepwise(self, k: int, made: Container[int]) -> int:
-        """Return the value whose states over all steps make a carry: without `0 +` before it."""
-        out, inner = _next_state(self.loop, k), self.loop.carries[k].inner
+    def _stepwise(self, f: Follows, made: Container[int]) -> int:
+        """Return the value whose states over all steps make a carry.
+
+        It is what a step adds to the carry, if the identity is zero: `0 +` would end a product.
+        """
+        out, inner = _next_state(self.loop, f.carry), self.loop.carries[f.carry].inner
         (last,) = [e for e in self.equations if out in e.outvals]
-        if last.name in ("add", "add_any") and inner in last.invals:
+        if f.monoid.identity == 0 and last.name in ("add", "add_any") and inner in last.invals:
             (added,) = [v for v in last.invals if v != inner] or [None]
             aval = self.loop.body.avals
             if isinstance(added, int) and added in made and aval[added].shape == aval[out].shape:
