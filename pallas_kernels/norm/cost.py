@@ -14,7 +14,7 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
 
-FIGURES = ("launch_s", "norms.kernel_share", "norms.scaled_share", "norms.drawn")
+FIGURES = ("launch_s", "norms.kernel_share", "norms.scaled_share", "norms.drawn", "norms.kernel_s")
 SPLITS = (2, 4, 8, 16, 32)
 LEAST_STEPS = 2  # of a split
 
@@ -71,7 +71,7 @@ def seconds(group: NormGroup, cut: NormBlocks, device: Device) -> float:
 
     Few programs leave multiprocessors without work, and draw a part of the memory bandwidth.
     """
-    total = launches(group, cut) * device.launch_s
+    total = launches(group, cut) * device.launch_s + device.norms.kernel_s
     moved = group.bytes_moved
     if cut.scaled_before:
         scaled = (s for s in group.members if s.gain is not None)

@@ -14,13 +14,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from importlib import metadata
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from packaging.requirements import Requirement
 
 from symjax_rewrite.pallas_kernels.backend import (
     Reason,
@@ -53,6 +55,7 @@ from symjax_rewrite.pallas_kernels.triton_source import (
 )
 
 Array = Any
+Told = TypeVar("Told")
 MOST_STATES = 64  # the most elements along a state's summed axis
 MOST_LANES, MOST_WARPS = 8, 4
 RESIDENT = 4  # programs of a multiprocessor that share its memory for prefetched operands
@@ -89,10 +92,37 @@ class ScanBlock:
 
 
 def supports(spec: ScanSpec) -> Support:
-    """Return `YES` if jax-triton is installed and this backend runs the scan."""
+    """Return `YES` if jax-triton is installed with its Triton and this backend runs the scan."""
     if importlib.util.find_spec("jax_triton") is None:
         return Reason(ABSENT)
-    return expressible(spec)
+    return first_reason((bool(unmet()), unmet())) and expressible(spec)
+
+
+@cache
+def unmet() -> str:
+    """Return what jax-triton requires and the environment lacks; empty where nothing.
+
+    With an older Triton than it asks for, jax-triton can be imported, and fails where a kernel is
+    lowered.
+    """
+    requires = _of_package(metadata.requires, "jax-triton") or ()
+    for wanted in map(Requirement, requires):
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        found = _of_package(metadata.version, wanted.name)
+        if found is None:
+            return f"jax-triton needs {wanted.name}, which is not installed"
+        if not wanted.specifier.contains(found, prereleases=True):
+            return f"jax-triton needs {wanted.name}{wanted.specifier}; {found} is installed"
+    return ""
+
+
+def _of_package(read: Callable[[str], Told], name: str) -> Told | None:
+    """Return what a package's metadata tell; None where it has none."""
+    try:
+        return read(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def expressible(spec: ScanSpec) -> Support:

@@ -250,7 +250,7 @@ ON_H200 = (
     *("launch_s", "bytes_per_s", "flops_per_s.bfloat16", "flops_per_s.tf32", "loops.step_s"),
     *("folds.kernel_share", "folds.library_share"),
     *("folds.single_steps", "folds.kernel_bytes"),
-    *("norms.kernel_share", "norms.scaled_share", "norms.drawn"),
+    *("norms.kernel_share", "norms.scaled_share", "norms.drawn", "norms.kernel_s"),
     *("scans.kernel_instructions", "scans.step_latency_s"),
     *("scans.one_pass_instructions", "scans.one_pass_step_s", "scans.one_pass_s"),
 )
@@ -318,7 +318,7 @@ def _gpu(
         multiprocessors=multiprocessors,
         memory_bytes=gib * 2.0**30,
         loops=LoopFacts(step_s=8e-6),
-        norms=NormFacts(kernel_share=0.354, scaled_share=0.131, drawn=0.372),
+        norms=NormFacts(kernel_share=0.38, scaled_share=0.13, drawn=1.3, kernel_s=1.78e-5),
         provenance=GPU_SOURCES | (H200_SOURCES if name == "h200" else {}),
     )
 

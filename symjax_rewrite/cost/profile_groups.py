@@ -490,6 +490,7 @@ class NormFacts:
         "1", "share of the memory bandwidth that a program draws, times the multiprocessors",
         ON_GPU, 3.0,
     )  # fmt: skip
+    kernel_s: float = quantity("s", "of one kernel, beside its launch", ON_GPU, 0.0)
     cut_share: float | None = quantity(
         "1", "least size of weights per result for one joined product, cut; None: apart", JUDGED, 8
     )

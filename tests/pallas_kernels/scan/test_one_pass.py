@@ -5,6 +5,7 @@ Values and compiled kernels need jax-triton: test_one_pass_compiled.py.
 
 import importlib.util
 from dataclasses import replace
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,30 @@ def test_without_jax_triton_the_reason_is_told(monkeypatch):
     spec = plain(4, (2,), ("t", "0"), ("t", "0"))
     with pytest.raises(KernelError, match="jax-triton is not installed"):
         scan(spec, jnp.ones((4, 2)), jnp.ones((4, 2)), backend="jax_triton")
+
+
+@pytest.mark.parametrize(
+    ("requires", "told"),
+    [
+        (["triton>=9"], "jax-triton needs triton>=9; 3.6.0 is installed"),
+        (["triton>=3.6", "absent"], "jax-triton needs absent, which is not installed"),
+        (["triton>=3.6", 'absent; extra == "tests"'], ""),
+        (None, ""),
+    ],
+)
+def test_another_triton_than_jax_triton_asks_for_is_told(monkeypatch, requires, told):
+    def version(name):
+        if name == "triton":
+            return "3.6.0"
+        raise metadata.PackageNotFoundError(name)
+
+    one_pass.unmet.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(metadata, "version", version)
+    support = BACKENDS["jax_triton"].supports(SELECTIVE)
+    one_pass.unmet.cache_clear()
+    assert bool(support) == (told == "") and (not told or str(support).endswith(told))
 
 
 def looped(x):
