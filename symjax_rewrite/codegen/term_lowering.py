@@ -28,6 +28,8 @@ from symjax_rewrite.ir.term import Node
 Labels = tuple[int, ...]
 Operand = tuple[Any, Labels]
 Sizes = tuple[Any, ...]
+# A result of so many times the elements of the operands is not transposed: they are.
+MOVED = 6
 
 # Elementwise functions of half-precision values that do not round, and one that differs in the last
 # bit only.
@@ -39,7 +41,9 @@ def jax_sizes(sizes: Sequence[Dim], env: Mapping[str, Any]) -> Sizes:
     return tuple(s.at(env) if isinstance(s, Poly) else s for s in sizes)
 
 
-def arrange(data: Any, labels: Labels, order: Labels, sizes: Sizes) -> Any:
+def arrange(
+    data: Any, labels: Labels, order: Labels, sizes: Sizes | Mapping[int, Any]
+) -> Any:
     """Return the array over exactly the indices of `order`: transposed, then broadcast.
 
     `sizes[i]` is the size of index i.
@@ -258,12 +262,66 @@ def _dot(
     summed = [i for i in shared if i >= out]
     if _better_swapped(left, right, summed, batch, order):
         left, right = right, left
+    left, right, batch = _turned(left, right, summed, batch, order)
     (a, la), (b, lb) = left, right
     pairs, batches = (([la.index(i) for i in x], [lb.index(i) for i in x]) for x in (summed, batch))
     dims = (pairs, batches)
     data = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=np.dtype(dtype))
-    free = [i for i in la if i not in shared] + [i for i in lb if i not in shared]
+    free = [i for labels in (la, lb) for i in labels if i not in {*summed, *batch}]
     return data, (*batch, *free)
+
+
+def _turned(
+    left: Operand, right: Operand, summed: list[int], batch: list[int], order: Sequence[int]
+) -> tuple[Operand, Operand, list[int]]:
+    """Return the operands in orders that save the result's transposition, and the batch axes.
+
+    The result has the batch axes first, then the free axes of the left operand and those of the
+    right one, each in the operand's order. An axis that its reader has before those of both becomes
+    one of the batch, and the operand without it is repeated. Small operands are moved so; a result
+    that is not much larger than they are is transposed.
+    """
+    shared = {*summed, *batch}
+    frees = [[i for i in labels if i not in shared] for _, labels in (left, right)]
+    wanted = [i for i in order if i in {*batch, *frees[0], *frees[1]}]
+    unchanged = left, right, batch
+    if wanted in ([], [*batch, *frees[0], *frees[1]]) or wanted[: len(batch)] != batch:
+        return unchanged
+    outer, sides = _runs(wanted[len(batch) :], frees)
+    if len(sides) < 2:
+        return unchanged
+    if sides[0][0] not in frees[0]:
+        left, right = right, left
+    batch = [*batch, *outer]
+    by_rows = not right[1] or right[1][-1] in summed
+    kept = (*sides[1], *summed) if by_rows else (*summed, *sides[1])
+    orders = (*batch, *sides[0], *summed), (*batch, *kept)
+    sizes = _sizes_of(left, right)
+    moved = sum(
+        _count(sizes[i] for i in order)
+        for (_, labels), order in zip((left, right), orders, strict=True)
+        if labels != order
+    )
+    if MOVED * moved > _count(sizes[i] for i in wanted):
+        return unchanged
+    first, second = (
+        (arrange(*operand, order, sizes), order)
+        for operand, order in zip((left, right), orders, strict=True)
+    )
+    return first, second, batch
+
+
+def _runs(wanted: list[int], frees: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    """Cut axes into outer ones and the longest last two runs of one operand's axes each."""
+    sides: list[list[int]] = []
+    for k in range(len(wanted) - 1, -1, -1):
+        side = wanted[k] in frees[0]
+        if not sides or (sides[0][0] in frees[0]) != side:
+            if len(sides) == 2:
+                return wanted[: k + 1], sides
+            sides.insert(0, [])
+        sides[0].insert(0, wanted[k])
+    return [], sides
 
 
 def _better_swapped(
@@ -285,9 +343,13 @@ def _better_swapped(
 
 def _result_elements(left: Operand, right: Operand, summed: list[int]) -> int:
     """Return the number of elements of a product."""
+    return _count(n for i, n in _sizes_of(left, right).items() if i not in summed)
+
+
+def _sizes_of(left: Operand, right: Operand) -> dict[int, Any]:
+    """Return the size of each index."""
     (a, la), (b, lb) = left, right
-    sizes = dict(zip(la, a.shape, strict=True)) | dict(zip(lb, b.shape, strict=True))
-    return _count(n for i, n in sizes.items() if i not in summed)
+    return dict(zip(la, a.shape, strict=True)) | dict(zip(lb, b.shape, strict=True))
 
 
 def _strides(

@@ -157,3 +157,33 @@ def test_a_result_larger_than_its_operands_has_the_order_of_its_reader(op, attr,
     made, labels = term_lowering.lower_node(node, operands, sizes, "float32", {}, order=order)
     assert labels == order
     assert made.shape == tuple(sizes[i] for i in order)
+
+
+SIZES = (3, 80, 60, 4)  # heads, queries, keys, features
+LABELS = {"features last": ((2, 0, 3), (1, 3)), "features first": ((3, 2, 0), (3, 1))}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
+def test_small_operands_are_moved_and_not_their_product(labels, turn, order):
+    """Scores by keys and heads, then queries, were stored and then transposed for their softmax."""
+    keys, queries = (np.random.default_rng(7).random([SIZES[i] for i in x]) for x in labels)
+    operands = [(jnp.float32(keys), labels[0]), (jnp.float32(queries), labels[1])][::turn]
+    refs = tuple(Ref(k, axes) for k, (_, axes) in enumerate(operands))
+    node = Node(CONTRACT, None, refs, 3, SIZES[3:])
+    data, made = term_lowering.lower_node(node, operands, SIZES, "float32", {}, order=order)
+    assert made == order
+    spelled = ",".join("".join("hqkd"[i] for i in x) for x in labels)
+    wanted = np.einsum(f"{spelled}->{''.join('hqkd'[i] for i in order)}", keys, queries)
+    np.testing.assert_allclose(data, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("features", "order"), [(90, (0, 1, 2)), (4, (2, 1, 0))])
+def test_operands_as_large_as_their_product_are_not_moved_for_it(features, order):
+    """In the second order a copy of the queries for each key would be needed."""
+    node = Node(CONTRACT, None, (Ref(0, (2, 0, 3)), Ref(1, (1, 3))), 3, (features,))
+    operands = [(jnp.ones((60, 3, features)), (2, 0, 3)), (jnp.ones((80, features)), (1, 3))]
+    sizes = (*SIZES[:3], features)
+    _, labels = term_lowering.lower_node(node, operands, sizes, "float32", {}, order=order)
+    assert labels != order
