@@ -142,6 +142,10 @@ class Device:
         memory = self.memory
         return max(operand_bytes / memory.packed_bytes_per_s, rows * memory.product_row_s)
 
+    def tree_seconds(self, elements: float) -> float:
+        """Return the seconds of a cumulative operation along any axis, as XLA computes it."""
+        return 0.0 if self.column_scans is None else elements * self.column_scans.tree_s
+
     def summed_rows_seconds(self, rows: float, width: float, matrix_bytes: float) -> float:
         """Return the seconds of a product with a vector that sums down the rows of a matrix.
 

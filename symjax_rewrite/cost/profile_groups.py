@@ -463,7 +463,7 @@ class ColumnReductionFacts:
 
 @dataclass(frozen=True, slots=True)
 class ColumnScanFacts:
-    """Cumulative operations down an array: as a tree over the axis, and row by row."""
+    """Cumulative operations: as a tree over the axis, whichever it is, and down it row by row."""
 
     tree_s: float = quantity("s/element", "as a tree", ORIENTATION, 4e-9)
     element_s: float = quantity("s/element", "row by row", ORIENTATION, 1.2e-9)

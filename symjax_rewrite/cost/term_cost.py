@@ -376,9 +376,9 @@ class CostModel:
             flops = self._library_flops(g, cls, node)
         if flops is not None:
             peak = self._peak(g, node)
-        is_kernel = flops is not None or kind == op.CUMSUM
-        pages = self.device.page_seconds(written)
-        is_called = self.has_calls and bool(node.bound) and kind in CALLED and not is_kernel
+        elif kind == op.CUMSUM:
+            flops, packing = 0.0, self.device.tree_seconds(count)
+        is_called = self.has_calls and bool(node.bound) and kind in CALLED and flops is None
         is_called = is_called and c.dtype in CALLED_DTYPES
         in_calls = self.has_calls and space >= LEAST_ELEMENTS and is_followed(node, is_called)
         rows = RowSteps()
@@ -387,11 +387,11 @@ class CostModel:
             rows = RowSteps(*(slow * x for x in found))
         functions = slow * functions + rows.alone
         work = ElementwiseWork(space * slow * weight(node), functions, space * slow, reduces)
-        function = node.attr[0] if kind == op.MAP else ""
         return (
-            is_kernel, kind in FREE, written, work, flops, peak, packing, pages,
+            flops is not None, kind in FREE, written, work, flops, peak, packing,
+            self.device.page_seconds(written),
             is_called, reduces or kind not in ELEMENTWISE, in_calls,
-            is_called and reduces_rows(node, made), function,
+            is_called and reduces_rows(node, made), node.attr[0] if kind == op.MAP else "",
             rows, flops is not None and self._joins(c, node), self._count(c.sizes[-1:]),
         )  # fmt: skip
 

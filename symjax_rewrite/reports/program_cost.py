@@ -20,7 +20,6 @@ from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import (
     replacement_cost,
     runs_apart,
-    shape_of,
     sorting_seconds,
     summed_sizes,
 )
@@ -312,12 +311,8 @@ def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -
         return None
     sizes = [at_sample(_size(v), sample) for v in (*eqn.invars, *eqn.outvars)]
     work = max(sizes) / device.elementwise_per_s if name in PASSES else 0.0
-    if (
-        name in CUMULATIVE
-        and device.column_scans
-        and eqn.params["axis"] < len(shape_of(eqn.invars[0])) - 1
-    ):
-        work = max(sizes) * device.column_scans.tree_s
+    if name in CUMULATIVE:
+        work = max(work, device.tree_seconds(max(sizes)))
     return max(work, moved / device.bytes_per_s) + device.launch_s
 
 

@@ -94,13 +94,18 @@ def _apply_all(
 
 
 def _is_absorbed(ctx: RuleContext, cls: int, node: Node) -> bool:
-    """Return True if the only user of a product is a product, or of a sum a sum, and opens it."""
+    """Return True if the only user of a product is a product, or of a sum a sum, and opens it.
+
+    One that reads it twice, as A Aᵀ does, can also read one form of it twice.
+    """
     if node.op not in (CONTRACT, ADD) or ctx.uses(cls) != 1:
         return False
     for user, n in ctx.g.uses[cls]:
         owner = ctx.g.classes[user]
         if n not in owner.nodes or owner.dtype != ctx.g.classes[cls].dtype:
             continue
+        if [a.cls for a in n.args].count(cls) > 1:
+            return False
         if node.op == ADD and len(node.args) > 1:
             if n.op == ADD:
                 return True
