@@ -82,7 +82,7 @@ class Margins:
     spared: float = quantity(
         "1", "a margin falls by so many times the share of the memory that is saved", JUDGED, 2.0
     )
-    remake: float = quantity("1", "states recomputed instead of stored", JUDGED, 1.0)
+    remake: float = quantity("1", "states recomputed instead of stored", JUDGED, 1.25)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
     orientation: float = quantity("1", "a product with its operands swapped", RESIDUALS, 1.25)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)

@@ -24,7 +24,7 @@ from jax import lax
 from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, aval_size, equation_seconds
 from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.dataflow import making, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -174,6 +174,8 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, read_s: float, device
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
         step += own / loops.fused_step if e.name in FUSED_KINDS else own
+        elements = sum(aval_size(v.aval) for v in e.eqn.outvars)
+        step += elements * device.functions.of(e.name) / device.folds.fused_steps_per_s
     return margins.pays(moved, read_s + there.length * step, "remake", device, kept_bytes)
 
 

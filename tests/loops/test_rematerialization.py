@@ -280,3 +280,14 @@ def test_steps_of_many_operands_are_not_recomputed() -> None:
 
     report = sym_optimize(sweeps, device="cpu").explain(*[spec(80, 128, 128)] * 4)
     assert RULE not in [r.name for r in report.rules]
+
+
+@pytest.mark.parametrize(("function", "is_cheap"), [(jnp.tanh, True), (jnp.sin, False)])
+def test_functions_that_take_longer_than_their_results_are_read_are_not_computed_again(
+    function, is_cheap
+):
+    def repeated(x):
+        return lax.scan(lambda h, _: (function(h), None), x, None, length=40)[0].sum()
+
+    report = sym_optimize(jax.grad(repeated), device="cpu").explain(spec(100_000, 4))
+    assert (RULE in [name for c in report.changes for name, _ in c.rules]) == is_cheap
