@@ -171,7 +171,13 @@ _mlir.register_lowering(_absent_p, _lower_absent)
 
 
 def cudnn_attention(
-    query: Any, key: Any, value: Any, lengths: Any | None, scale: float, causal: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    lengths: Any | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Any, Any]:
     """Return cuDNN's attention and its statistics, by the call that cuDNN's gradient uses too.
 
@@ -184,6 +190,7 @@ def cudnn_attention(
         lengths: the numbers of keys, int32[b]; None for all keys.
         scale: of the scores.
         causal: True if query i attends to keys up to i.
+        window: of the keys up to the query's own, how many the query attends to; None for all.
 
     Returns:
         The attention [b, m, h·g, d] and the log-sum-exp of the scores, f32[b, h·g, m].
@@ -209,12 +216,21 @@ def cudnn_attention(
         kv_seqlen=least,
         scale=scale,
         mask_type=mask,
+        sliding_window_length=window,
         return_residual=True,
     )
 
 
 def cudnn_attention_gradient(
-    query: Any, key: Any, value: Any, upstream: Any, out: Any, lse: Any, scale: float, causal: bool
+    query: Any,
+    key: Any,
+    value: Any,
+    upstream: Any,
+    out: Any,
+    lse: Any,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> Sequence[Any]:
     """Return cuDNN's derivatives by query, key and value, from the results of `cudnn_attention`.
 
@@ -225,7 +241,7 @@ def cudnn_attention_gradient(
 
     def pulled(q: Any, k: Any, v: Any, g: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-            return cudnn_attention(q, k, v, None, scale, causal)
+            return cudnn_attention(q, k, v, None, scale, causal, window)
 
         (_, stats), back = jax.vjp(attend, q, k, v)
         return back((g, jnp.zeros_like(stats)))

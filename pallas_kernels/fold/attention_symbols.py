@@ -29,19 +29,28 @@ LEAST_FILL = float(np.finfo(np.float32).min) / 2  # a masked score at most; e^(s
 
 @dataclass(frozen=True, slots=True)
 class VisiblePairs:
-    """The symbol of the pairs within bounds: a causal mask, or one of lengths.
+    """The symbol of the pairs within bounds: a causal mask, a window, or a mask of lengths.
 
     Args:
         upper: the greatest key - query; None for no bound.
+        lower: the least key - query; None for no bound.
         length: number of the operand that, with `extra` added, bounds the keys; None for no bound.
         extra: added to the length.
-        inverse: True for all other pairs.
+        inverse: True for all other pairs; not of a single bound on key - query.
     """
 
     upper: int | None = None
+    lower: int | None = None
     length: int | None = None
     extra: int = 0
     inverse: bool = False
+
+    def is_within(self, other: VisiblePairs) -> bool:
+        """Return True if every pair is one of another mask too, of masks that are not inverse."""
+        above = other.upper is not None and (self.upper is None or self.upper > other.upper)
+        below = other.lower is not None and (self.lower is None or self.lower < other.lower)
+        counted = (self.length, self.extra) == (other.length, other.extra)
+        return not above and not below and (other.length is None or counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +258,7 @@ def _not_above(x: Symbol, y: Symbol, **_: Any) -> Symbol:
         case Number(1, -1, slack, 0):
             return VisiblePairs(slack)
         case Number(-1, 1, slack, 0):  # -slack ≤ key - query
-            return VisiblePairs(-slack - 1, inverse=True)
+            return VisiblePairs(lower=-slack)
         case Number(0, -1, slack, 1, length):
             return VisiblePairs(length=length, extra=slack + 1)
         case Number(0, 1, slack, -1, length):  # length - slack ≤ key
@@ -264,7 +273,14 @@ def _less(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 
 def _complement(x: Symbol, **_: Any) -> Symbol:
-    return replace(x, inverse=not x.inverse) if isinstance(x, VisiblePairs) else None
+    match x:
+        case VisiblePairs(int(upper), None, None):
+            return VisiblePairs(lower=upper + 1)
+        case VisiblePairs(None, int(lower), None):
+            return VisiblePairs(upper=lower - 1)
+        case VisiblePairs():
+            return replace(x, inverse=not x.inverse)
+    return None
 
 
 def _and(x: Symbol, y: Symbol, **_: Any) -> Symbol:
@@ -276,10 +292,12 @@ def _and(x: Symbol, y: Symbol, **_: Any) -> Symbol:
     if x == y or not (isinstance(x, VisiblePairs) and isinstance(y, VisiblePairs)):
         return x if x == y else None
     uppers = [z.upper for z in (x, y) if z.upper is not None]
+    lowers = [z.lower for z in (x, y) if z.lower is not None]
     counted = [z for z in (x, y) if z.length is not None]
-    if x.inverse or y.inverse or len(uppers) > 1 or len(counted) > 1:
+    if x.inverse or y.inverse or len(counted) > 1:
         return None
-    return replace(counted[0] if counted else x, upper=uppers[0] if uppers else None)
+    upper, lower = min(uppers, default=None), max(lowers, default=None)
+    return replace(counted[0] if counted else x, upper=upper, lower=lower)
 
 
 def _or(x: Symbol, y: Symbol, **_: Any) -> Symbol:
@@ -297,15 +315,27 @@ def _chosen(condition: Symbol, *values: Symbol, **_: Any) -> Symbol:
         return MAXIMUM if known_number(values[0]) == 0 and values[1] == MAXIMUM else None
     if not isinstance(condition, VisiblePairs):
         return None
-    outside, inside = values[::-1] if condition.inverse else values
-    kept = replace(condition, inverse=False)
-    known = tuple(map(known_number, (outside, inside)))
-    if isinstance(inside, Scores):
-        return None if known[0] is None else _masked(inside, kept, known[0])
+    found = _inside(condition, values, Scores)
+    if found is not None:
+        seen, outside, inside = found
+        fill = known_number(outside)
+        return None if fill is None else _masked(inside, seen, fill)
     truth = all(str(getattr(v, "dtype", "")) == "bool" for v in values)
+    known = tuple(map(known_number, values))
     if truth and known in ((0.0, 1.0), (1.0, 0.0)):
-        return kept if known == (0.0, 1.0) else _complement(kept)
+        return condition if known == (0.0, 1.0) else _complement(condition)
     return None
+
+
+def _inside(
+    condition: VisiblePairs, values: Sequence[Symbol], kind: type
+) -> tuple[VisiblePairs, Symbol, Symbol] | None:
+    """Return the pairs where a selection has a symbol of a kind, the value elsewhere, the symbol.
+
+    values: where the condition does not hold, and where it does.
+    """
+    either = (condition, *values), (_complement(condition), *values[::-1])
+    return next((x for x in either if isinstance(x[2], kind) and not x[0].inverse), None)
 
 
 def _masked(scores: Scores, seen: VisiblePairs, fill: float) -> Symbol:
@@ -377,12 +407,12 @@ def rules_of(scores: Scores) -> Rules:
     def choose(condition: Symbol, *values: Symbol, **_: Any) -> Symbol:
         if not isinstance(condition, VisiblePairs):
             return _chosen(condition, *values)
-        outside, inside = values[::-1] if condition.inverse else values
-        if not isinstance(inside, Weights) and not isinstance(outside, Weights):
+        found = _inside(condition, values, Weights)
+        if found is None:
             return _chosen(condition, *values)
-        alike = (condition.upper, condition.length) == (scores.seen.upper, scores.seen.length)
+        seen, outside, inside = found
         # e^s is zero outside: every row has a key
-        if not alike or known_number(outside) != 0 or not isinstance(inside, Weights):
+        if not scores.seen.is_within(seen) or known_number(outside) != 0:
             return None
         return inside if all(p.score == 1 for p, _ in inside.terms) else None
 

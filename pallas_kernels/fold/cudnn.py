@@ -1,7 +1,7 @@
 """Folds that are plain attention, by cuDNN (may import spec.py and plain_attention.py).
 
 Other backends run the cases that cuDNN computes wrongly or slowly: f32, a bias beside f16 or bf16,
-windows (cuDNN's masks are materialised), odd head sizes.
+masks that are no bounds (cuDNN's call stores them), odd head sizes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def supports(spec: FoldSpec) -> Support:
     if a is None:
         return Reason(NAMED if spec.named else "not plain attention in f16 or bf16")
     width, capability = spec.width(a.key), gpu_at_hand().capability
-    widest = 256 if is_hopper(capability) else 128
     heads, of_keys, of_values = (
         {*spec.operands[k].axes} & {*spec.batch} for k in (a.query, a.key, a.value)
     )
-    upper, length = a.seen.upper, a.seen.length
+    upper, window, length = a.seen.upper, _window(spec, a), a.seen.length
+    widest = 256 if is_hopper(capability) and window is None else 128  # windows: as measured
     counted = set() if length is None else {*spec.operands[length].axes}
     return first_reason(
         (jax.default_backend() != "gpu", "cuDNN is looked for while tracing, and no GPU is here"),
@@ -57,8 +57,14 @@ def supports(spec: FoldSpec) -> Support:
         (width != spec.width(a.value), "keys and values differ in width"),
         (width % 8 != 0 or width > widest, f"the head size is no multiple of 8, or above {widest}"),
         (a.scale <= 0, "the scale is not positive"),
-        (upper not in (None, 0), "cuDNN's call stores the mask of a band"),
+        (
+            upper not in (None, 0) or (upper is None and window is not None),
+            "cuDNN's call stores the mask of a band",
+        ),
         (upper == 0 and spec.rows > spec.cols, "causal with more queries than keys"),
+        (window is not None and window < 1, "a window without the query's own key"),
+        (window is not None and spec.rows != spec.cols, "a window of more keys than queries"),
+        (window is not None and length is not None, "a window beside lengths"),
         (spec.rows < 2, "one query: bound by memory, the other backends split the keys"),
         (of_keys != of_values, "keys and values differ in their batch axes"),
         (heads != {*spec.batch}, "queries lack a batch axis"),
@@ -88,7 +94,9 @@ def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
     (q, k, v), (of_out, _, value) = _operands(spec, a, operands), _axes(spec, a)
     (batch, rows, heads, _), length = of_out, a.seen.length
     lengths = None if length is None else _lengths(spec, a, operands[length], batch)
-    out, lse = jax_kernels.cudnn_attention(q, k, v, lengths, a.scale, causal=a.seen.upper == 0)
+    out, lse = jax_kernels.cudnn_attention(
+        q, k, v, lengths, a.scale, causal=a.seen.upper == 0, window=_window(spec, a)
+    )
     if lengths is not None:
         out = jnp.where((lengths > 0)[:, None, None, None], out, _keyless(a, v, out))
     results = {"out": (out, (*of_out[:3], value[3])), "lse": (lse, (batch, heads, rows))}
@@ -110,10 +118,16 @@ def attention_gradient(spec: FoldSpec, *operands: Any) -> list[Any]:
     upstream, out = (_merged(spec, x, results["out"], of_out) for x in (upstream, out))
     lse = _merged(spec, lse, results["lse"], (batch, heads, rows))
     made = jax_kernels.cudnn_attention_gradient(
-        query, key, value, upstream, out, lse, a.scale, causal=a.seen.upper == 0
+        query, key, value, upstream, out, lse, a.scale, a.seen.upper == 0, _window(spec, a)
     )
     wanted = [spec.operands[n].axes for n in (a.query, a.key, a.value)]
     return [_split(spec, x, *each) for x, *each in zip(made, axes, wanted, strict=True)]
+
+
+def _window(spec: FoldSpec, a: PlainAttention) -> int | None:
+    """Return how many keys, its own last, a query attends to; None where all before its own."""
+    back = spec.rows if a.seen.lower is None else 1 - a.seen.lower
+    return back if back < spec.rows else None
 
 
 Groups = tuple[tuple[str, ...], ...]

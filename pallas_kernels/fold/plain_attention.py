@@ -2,7 +2,8 @@
 
     out = softmax(scale · q kᵀ, with a fill where masked) v        lse = log Σ e^score
 
-The mask is causal, of lengths, or both. The programs of tile and epilogue are read as symbols.
+The mask is causal, a window, of lengths, or several of these. The programs of tile and epilogue are
+read as symbols.
 """
 
 from __future__ import annotations

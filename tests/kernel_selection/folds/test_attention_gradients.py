@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.lowering,
     pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning"),
 ]
-B, T, H, D = 2, 64, 4, 16
+B, T, H, D, W = 2, 64, 4, 16, 8
 BACKWARD = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
 
 
@@ -53,6 +53,16 @@ MADE_BEFORE = np.tri(T, dtype=np.float32)
 def masked_by_numbers(q, k, v):
     """Attention with a mask that is made before the program is traced, in numbers as in Flax."""
     return attend(q, k, v, lambda s: jnp.where(jnp.asarray(MADE_BEFORE) != 0, s, -3e38))
+
+
+def local(q, k, v):
+    """Attention to the window of eight keys that ends with the query's own."""
+    return jax.nn.dot_product_attention(q, k, v, local_window_size=(W - 1, 0))
+
+
+def masked_twice(q, k, v):
+    far = jnp.arange(T)[:, None] - jnp.arange(T)
+    return attend(q, k, v, lambda s: jnp.where(far < W, jnp.where(far >= 0, s, -3e38), -3e38))
 
 
 def repeated(q, k, v):
@@ -112,6 +122,8 @@ GRADIENTS = [
     pytest.param(trained(repeated), {"heads": 2}, 1, id="repeated"),
     pytest.param(unread(causal), {}, 1, id="result unread"),
     pytest.param(trained(masked_by_numbers), {}, 1, id="masked by numbers"),
+    pytest.param(trained(local), {"heads": 2}, 1, id="window"),
+    pytest.param(unread(masked_twice), {}, 1, id="window, masked twice", marks=SLOW),
     pytest.param(unread(by_hand), {}, 1, id="by hand, result unread", marks=SLOW),
     pytest.param(pulled(attend), {"keys": 32}, 1, id="other keys", marks=SLOW),
     pytest.param(trained(attend), {"dtype": "float16"}, 1, id="half", marks=SLOW),
@@ -131,6 +143,14 @@ def test_gradients_are_computed_by_cudnn(fun: Callable, changes: dict, count: in
     made = traced.lower(lowering_platforms=("cpu",)).compile()(*given)
     exact = jax.jit(fun)(*[x.astype("float32") for x in given])
     assert error(made, exact) < 1.5 * error(jax.jit(fun)(*given), exact) < 0.02
+
+
+def test_cudnn_is_told_of_the_window_forward_and_back() -> None:
+    made = sym_optimize(trained(local), kernels="always", device="h200").trace(*operands())
+    with gpu_compiler.described("H200"):
+        text = made.lower(lowering_platforms=("cuda",)).as_text()
+    windows = re.findall(r"sliding_window_length\S*: (\d+)", text)
+    assert windows == [str(W)] * 2 and text.count("CAUSAL") == 2
 
 
 @pytest.mark.parametrize("fun", [trained(causal), unread(attend)])
@@ -267,26 +287,30 @@ def test_other_gradients_are_not_computed_by_cudnn(fun: Callable, changes: dict)
         assert BACKWARD[1] not in calls(traced)
 
 
-def test_layout_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, W])
+def test_layout_of_the_call(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call's derivatives, by XLA in its place, are those of attention."""
     from symjax_rewrite.pallas_kernels.fold import cudnn
     from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 
-    def by_xla(q, k, v, upstream, out, lse, scale, causal):
+    def by_xla(q, k, v, upstream, out, lse, scale, causal, window):
         def plain(q, k, v):
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-            seen = jnp.tril(jnp.ones((T, T), bool)) if causal else True
+            far = jnp.arange(T)[:, None] - jnp.arange(T)
+            seen = (far >= 0 if causal else True) & (far < (window or T))
             return attend(q, k, v, lambda s: jnp.where(seen, s, -jnp.inf), scale)
 
         return jax.vjp(plain, q, k, v)[1](upstream)
 
     monkeypatch.setattr(jax_kernels, "cudnn_attention_gradient", by_xla)
-    spec = forward(Attention(B, T, T, 2, D, groups=2, dtype="bfloat16", causal=True))
+    bounds = (None if window is None else window - 1, None)
+    a = Attention(B, T, T, 2, D, groups=2, dtype="bfloat16", causal=True, window=bounds)
+    spec = forward(a)
     q, k, v, g = operands(heads=2)
     q, g = (x.reshape(B, T, 2, 2, D) for x in (q, g))
     out, lse = jnp.zeros_like(q), jnp.zeros((B, 2, 2, T))
     made = jax.jit(lambda *xs: cudnn.attention_gradient(spec, *xs))(q, k, v, g, out, lse)
     merged = (x.reshape(B, T, H, D) for x in (q, g))
-    wanted = by_xla(next(merged), k, v, next(merged), out, lse, D**-0.5, True)
+    wanted = by_xla(next(merged), k, v, next(merged), out, lse, D**-0.5, True, window)
     assert [x.shape for x in made] == [q.shape, k.shape, v.shape]
     assert error(made, wanted) < 1e-2

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from symjax_rewrite.pallas_kernels.fold.plain_attention import VisiblePairs, pla
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 
-B, T, H, D = 2, 64, 4, 16
+B, T, H, D, W = 2, 64, 4, 16, 8
 Q = (B, T, H, D)
 LENGTHS = jax.ShapeDtypeStruct((B,), "int32")
 MIN = float(np.finfo(np.float32).min)
@@ -75,6 +76,16 @@ def library(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+def local(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, local_window_size=(W - 1, 0))
+
+
+def masked_twice(q, k, v):
+    i, j = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+    attended = lambda s: jnp.where(j > i, -math.inf, jnp.where(i - j < W, s, -math.inf))  # noqa: E731
+    return attend(q, k, v, attended)
+
+
 def with_lse(q, k, v):
     s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * D**-0.5
     lse = jax.nn.logsumexp(s, -1)
@@ -95,6 +106,16 @@ PLAIN = {
     "twice": (masked(lambda i, j: (j <= i) & (i >= j)), 0),
     "heads first": (heads_first, 0),
     "library": (library, 0),
+}
+
+
+WINDOWS = {
+    "both bounds": masked(lambda i, j: (j <= i) & (i - j < W)),
+    "neither out": masked(lambda i, j: ~((j > i) | (j <= i - W))),
+    "least float": masked(lambda i, j: (i >= j) & (j + W > i), MIN),
+    "narrower of two": masked(lambda i, j: (j <= i) & (i - j < 2 * W) & (j > i - W) & (j < i + 3)),
+    "masked twice": masked_twice,
+    "library": local,
 }
 
 
@@ -127,6 +148,7 @@ LIKE_PADDED = {
     "from": of_lengths(lambda n, i, j: j >= n),
     "rows": of_lengths(lambda n, i, j: i < n),
     "from the diagonal": of_lengths(lambda n, i, j: j < n + i),
+    "window": of_lengths(lambda n, i, j: (j < n) & (j <= i) & (i - j < 8)),
     "moderate fill": of_lengths(lambda n, i, j: j < n, -10.0),
     "two fills": lambda q, k, v, n: attend(
         q, k, v, lambda s: jnp.where(
@@ -154,7 +176,10 @@ LIKE = {
     "even keys": masked(lambda i, j: j % 2 == 0),
     "block causal": masked(lambda i, j: j // 16 <= i // 16),
     "half speed": masked(lambda i, j: j <= 2 * i),
-    "window": masked(lambda i, j: (j <= i) & (i - j < 8)),
+    "window to both sides": masked(lambda i, j: (j <= i + 8) & (i - j < 8)),
+    "window ahead": masked(lambda i, j: (j >= i) & (j < i + 8)),
+    "window of the past": masked(lambda i, j: (j <= i) & (i - j < 8) & (j != i)),
+    "outside of a window": masked(lambda i, j: (j > i) | (i - j >= 8)),
     "clamped": changed(lambda s: jnp.maximum(s, -1.0)),
     "magnitude": changed(jnp.abs),
     "epsilon": functools.partial(
@@ -226,6 +251,14 @@ def test_plain_attention_is_found(name: str, dtype: str, folds: Any, monkeypatch
     assert cudnn.supports(spec), cudnn.supports(spec)
 
 
+@pytest.mark.parametrize("name", WINDOWS)
+def test_window_is_found(name: str, folds: Any, on_gpu: None) -> None:
+    (spec,) = folds(WINDOWS[name], *avals())
+    found = plain_attention(spec)
+    assert found is not None and found.seen == VisiblePairs(upper=0, lower=1 - W)
+    assert cudnn.supports(spec), cudnn.supports(spec)
+
+
 @pytest.mark.parametrize("name", LIKE)
 def test_lookalike_is_no_plain_attention(name: str, folds: Any, on_gpu: None) -> None:
     for spec in folds(LIKE[name], *avals()):
@@ -256,8 +289,15 @@ def test_f32_further_results_and_one_query_are_not_taken(folds: Any, on_gpu: Non
         ({"bias": ("h", "g", "m", "n")}, "not plain"),
         ({"mask": ("b", "n")}, "not plain"),
         ({"segments": True}, "not plain"),
-        ({"window": (8, None)}, "not plain"),
+        ({"window": (8, None)}, "a band"),
         ({"window": (None, 4)}, "a band"),
+        ({"window": (8, 4)}, "a band"),
+        ({"window": (8, 0)}, ""),
+        ({"window": (8, None), "causal": True, "groups": 3}, ""),
+        ({"window": (-1, 0)}, "own key"),
+        ({"window": (8, 0), "keys": 65}, "more keys"),
+        ({"window": (64, 0), "keys": 65}, ""),
+        ({"window": (8, 0), "width": 128}, ""),
         ({"value_width": 32}, "width"),
         ({"width": 136}, "above 128"),
         ({"width": 12}, "multiple of 8"),
@@ -295,6 +335,12 @@ def test_support_by_device(device: str, width: int, reason: str, on_gpu: None) -
     assert bool(found) == (not reason) and reason in ("" if found else str(found))
 
 
+def test_windows_of_wide_heads_are_refused(on_gpu: None) -> None:
+    spec = forward(Attention(2, 64, 64, 2, 256, dtype="bfloat16", window=(8, 0)))
+    with planning_for(DEVICES["h200"]):
+        assert "above 128" in str(cudnn.supports(spec))
+
+
 @pytest.mark.parametrize("name", PADDED)
 def test_lengths_are_found(name: str, folds: Any, on_gpu: None) -> None:
     fun, upper, extra = PADDED[name]
@@ -320,25 +366,31 @@ def test_lengths_of_heads_are_refused(shape: tuple[int, ...], folds: Any, on_gpu
     assert "between heads" in str(cudnn.supports(spec))
 
 
-def by_xla(q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool) -> tuple[Any, Any]:
+def by_xla(
+    q: Any, k: Any, v: Any, lengths: Any, scale: float, causal: bool, window: int | None
+) -> tuple[Any, Any]:
     """cuDNN's attention in plain JAX; as there, no number is promised for rows without keys."""
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
     s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * scale
     i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
     s = jnp.where(j <= i, s, -jnp.inf) if causal else s
+    s = s if window is None else jnp.where(j > i - window, s, -jnp.inf)
     if lengths is not None:
         s = jnp.where(j < jnp.maximum(lengths, 1)[:, None, None, None], s, -jnp.inf)
     p = jax.nn.softmax(s).astype(v.dtype)
     return jnp.einsum("bhts,bshd->bthd", p, v), jax.nn.logsumexp(s, -1)
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "with lse", *[f"padded, {name}" for name in PADDED]])
+CALLS = {name: fun for name, (fun, _) in PLAIN.items()} | {"with lse": with_lse}
+CALLS |= {f"padded, {name}": fun for name, (fun, *_) in PADDED.items()}
+CALLS |= {f"window, {name}": fun for name, fun in WINDOWS.items()}
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_layout_of_the_call(name: str, folds: Any, monkeypatch: Any) -> None:
     """The library's call by XLA gives the values of the definition."""
-    padded = PADDED.get(name.removeprefix("padded, ")) if "padded" in name else None
-    fun = with_lse if name == "with lse" else PLAIN[name][0] if padded is None else padded[0]
-    (spec,) = folds(fun, *avals(), *[LENGTHS] * (padded is not None))
+    (spec,) = folds(CALLS[name], *avals(), *[LENGTHS] * ("padded" in name))
     monkeypatch.setattr(jax_kernels, "cudnn_attention", by_xla)
     rng = np.random.default_rng(0)
     counts = jnp.asarray([-1, T // 2 + 1], "int32")  # a sequence without keys
@@ -355,9 +407,13 @@ def test_layout_of_the_call(name: str, folds: Any, monkeypatch: Any) -> None:
 
 @pytest.mark.lowering
 @pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
-@pytest.mark.parametrize("name", ["full", "causal", "grouped", "library", "padded", "with lse"])
+@pytest.mark.parametrize(
+    "name",
+    ["full", "causal", "grouped", "library", "with lse", "padded, causal", "window, library"],
+)
 def test_auto_calls_cudnn_on_an_h200(name: str, compile_h200: Any, cudnn_at_hand: None) -> None:
-    fun = {"padded": PADDED["causal"][0], "with lse": with_lse}.get(name) or PLAIN[name][0]
-    given = [*avals(), *[LENGTHS] * (name == "padded")]
-    text = compile_h200(sym_optimize(fun, kernels="always"), *given).as_text()
+    given = [*avals(), *[LENGTHS] * ("padded" in name)]
+    text = compile_h200(sym_optimize(CALLS[name], kernels="always"), *given).as_text()
     assert text.count('custom_call_target="__cudnn$fmha') == 1 and "__triton" not in text, text
+    window = re.search(r"sliding_window_length\S*: (\d+)", text)
+    assert int(window[1] if window else 0) == (W if "window" in name else 0), text
