@@ -215,8 +215,10 @@ class FoldRoute:
         if abs(addend.coefficient) < 1 and self.rows is None:
             data = _times(data, addend.coefficient)  # the product may leave the range
         if addend.after is not None:
-            rows = self._read_over(emitter, addend.after, axes, data.shape)
-            data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
+            rows = self._read_over(emitter, addend.after, axes, data.shape).astype(data.dtype)
+            stored = emitter.t.graph.classes[unwidened(emitter.t.graph, addend.after).cls].dtype
+            rows = _as_stored(rows, stored)  # as kernels read them: both sides of dp - Σ p·dp
+            data = jnp.sum(data * rows, axis=tuple(range(-len(features), 0)))
             features = ()
         if self.rows is not None:
             return data
@@ -266,6 +268,14 @@ def stored_order(t: TermGraph, cls: int) -> tuple[int, ...]:
     values = [t.leaf_value[cls]] if cls in t.leaf_value else t.values_of(cls)
     slots = t.slots_of(values[0]) if values else None
     return tuple([s for group in slots or () for s in group])
+
+
+def _as_stored(data: Any, dtype: str) -> Any:
+    """Return values rounded to half precision, if they have it, also where XLA omits its casts."""
+    if not is_half(dtype):
+        return data
+    bits = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(data, bits.nexp, bits.nmant)
 
 
 def _times(data: Any, coefficient: float) -> Any:
