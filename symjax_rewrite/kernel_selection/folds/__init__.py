@@ -5,7 +5,8 @@ it. After: one `FoldSpec` with a tile, its reductions, and an epilogue over rows
 
     find      terms of pairs (`pairwise_terms`) and their reductions (`reductions`), also of gathers
               (`gather_patterns`), slices (`slices`) and concatenated columns
-              (`concatenated_reductions`); gradients that vanish (`vanishing_gradients`)
+              (`concatenated_reductions`); gradients that vanish (`vanishing_gradients`),
+              and terms that may be rounded (`rounded_products`)
     group     reductions over the same pairs (`clustering`, `cluster_keys`)
     build     tiles (`tile_program`, `feature_loops`, `gathered_columns`, `sort_keys`), row algebra
               (`epilogue`, `widening`), the call (`builder`); every pair once (`mirrored_pairs`,

@@ -33,6 +33,7 @@ from symjax_rewrite.kernel_selection.folds.epilogue import (
 )
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import At
 from symjax_rewrite.kernel_selection.folds.reductions import Addend
+from symjax_rewrite.kernel_selection.folds.rounded_products import ROUNDED
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
@@ -467,17 +468,21 @@ class FoldBuilder:
         if addend.weights is None:
             return WeightedTerm(None, factor), ()
         g = self.t.graph
-        number = self.tiles.operand(unwidened(g, addend.weights))
+        read = unwidened(g, addend.weights)
+        number, stored = self.tiles.operand(read), g.classes[read.cls].dtype
         features = tuple(str(a) for a in addend.weights.axes if a not in (*self.lead, COLUMN))
         dtype = g.classes[addend.weights.cls].dtype
         if addend.after:  # kernels multiply by half precision in two parts at most
-            attr, rounds = None if is_half(dtype) else addend.precision, self.tiles.pair.cancels
+            attr = None if is_half(dtype) else addend.precision
+            rounds = self.tiles.pair.cancels
         else:  # a product of f32 and half precision rounds neither operand
             attr = node_of(g, served.reduction.cls).attr
             if served.reduction.through and not is_half(dtype):
                 attr = "highest"  # a sum of products becomes a product that loses no digits
             rounds = all(g.classes[a.cls].dtype == dtype for a in served.reduction.args)
         rounding = dtype if is_half(dtype) and rounds else None
+        if addend.rounds and stored == ROUNDED:
+            rounding = ROUNDED
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
     def _place(self) -> tuple[Output, ...]:

@@ -138,7 +138,8 @@ class Scope(NamedTuple):
     least: minimum number of elements of a tile. single: include scores of one row, as of one
     decoder query. tables: tiles may look values up in tables and sum by key. loops: tiles may
     sum features in loops. sort_share: minimum ratio between the length of a sorted row and the
-    number of places kept. cancels: sums may lose digits.
+    number of places kept. cancels: sums may lose digits. rounds: sums may round
+    multiples of products that the program rounds.
     """
 
     least: int
@@ -147,6 +148,7 @@ class Scope(NamedTuple):
     loops: bool = False
     sort_share: float = 0.0
     cancels: bool = False
+    rounds: bool = False
 
 
 def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
@@ -157,6 +159,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     terms = Pair(
         t, None, None, gone, made,
         tables=scope.tables, loops=scope.loops, cancels=scope.cancels,
+        rounded={} if scope.rounds else None,
     )  # fmt: skip
     for cls in need.order:
         candidate = _candidate(terms, cls, scope)

@@ -120,8 +120,9 @@ class Pair:
     tables. loops: tiles may sum features in loops, and more than `UNROLL` of them. chosen: where
     tiles are read at some columns of each row alone, a reference that is zero at other columns, and
     its value there: a reference over its slots, and over names that number the columns. cancels:
-    sums may lose digits, as numerics="cancels" permits. known_bounds: results of `bounds`, for the
-    terms along every two indices.
+    sums may lose digits, as numerics="cancels" permits. rounded: classes known to scale rounded
+    products or not (`rounded_products`); None where no sum may round what it multiplies.
+    known_bounds: results of `bounds`, for the terms along every two indices.
     """
 
     t: TermGraph
@@ -135,6 +136,7 @@ class Pair:
     loops: bool = False
     chosen: tuple[Ref, Ref] | None = None
     cancels: bool = False
+    rounded: dict[int, bool] | None = None
     known_bounds: dict[Slots, Bounds] = field(default_factory=dict)
     _fresh: int = field(default=0, init=False)
 
@@ -153,7 +155,7 @@ class Pair:
         tables = self.tables and single is None
         return Pair(
             self.t, row, column, self.gone, self.made, single, tables=tables, loops=self.loops,
-            cancels=self.cancels, known_bounds=self.known_bounds,
+            cancels=self.cancels, rounded=self.rounded, known_bounds=self.known_bounds,
         )  # fmt: skip
 
     def bounds(self, ref: Ref) -> Bounds:

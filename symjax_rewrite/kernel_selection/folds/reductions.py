@@ -32,7 +32,16 @@ from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     one_hot,
     scattered,
 )
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, PairwiseTile, explore
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    Pair,
+    PairwiseTile,
+    explore,
+)
+from symjax_rewrite.kernel_selection.folds.rounded_products import (
+    has_usual_precision,
+    is_rounded_product,
+    scales_rounded_product,
+)
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
 
 REDUCING = frozenset({op.NATIVE, op.SLICE, op.CONTRACT, op.REDUCE, op.TAKE})  # terms that may be
@@ -287,7 +296,8 @@ class Addend:
     kind: the fold's operation (`exp`: Σ e^tile·product·weights; `count`: no operation, the number
     of columns is in the coefficient). tile: its tile. product: other factors of the summand.
     weights: a column operand. after: a row operand, summed with the features of the weights;
-    precision: that of the product of both in the program.
+    precision: that of the product of both in the program. rounds: True if what multiplies the
+    weights may be rounded to bfloat16 (`rounded_products`).
     coefficient, factors, exponent: the row algebra. keys: integers that a sum by key sums at.
     """
 
@@ -301,6 +311,7 @@ class Addend:
     exponent: tuple[tuple[Ref, float], ...] = ()
     keys: tuple[Ref, ...] = ()
     precision: Any = None
+    rounds: bool = False
 
     def pairwise(self) -> list[Ref]:
         """Return the references that the tile reads."""
@@ -329,11 +340,21 @@ def forms(pair: Pair, found: Reduction) -> list[Form]:
     if split is None:
         return []
     weights, rest = split
-    written: Form = (Addend("sum", None, tuple((r, ONE) for r in rest), weights),)
+    product = tuple([(r, ONE) for r in rest])
+    rounds = weights is not None and _may_round(pair, found, rest)
+    written: Form = (Addend("sum", None, product, weights, rounds=rounds),)
     if kind_of(g, found.cls) != "f" or pair.inside:
         return [written]  # compared terms keep the form of the counts they are compared in
-    apart = _log_form(pair, found, weights, rest)
+    apart = _log_form(pair, found, written[0])
     return [written] if apart is None else [written, apart]
+
+
+def _may_round(pair: Pair, found: Reduction, rest: Sequence[Ref]) -> bool:
+    """Return True if what multiplies the weights of a sum may be rounded to bfloat16."""
+    g, known = pair.g, pair.rounded
+    if known is None or not has_usual_precision(node_of(g, found.cls).attr):
+        return False
+    return any(scales_rounded_product(g, r.cls, known) for r in rest)
 
 
 def split_sum(pair: Pair, found: Reduction) -> tuple[Ref | None, list[Ref]] | None:
@@ -359,10 +380,10 @@ def _by_column(pair: Pair, items: Iterable[tuple[Ref, Any]]) -> tuple[tuple, tup
     return inside, tuple(x for x in items if x not in inside)
 
 
-def _log_form(pair: Pair, found: Reduction, weights: Ref | None, rest: list[Ref]) -> Form | None:
+def _log_form(pair: Pair, found: Reduction, written: Addend) -> Form | None:
     g = pair.g
     form, scale = LogLinear((), ()), 1.0
-    for arg in rest:
+    for arg, _ in written.product:
         coefficient, ref, _ = _unscaled(g, arg)
         scale *= coefficient
         form = form.times(log_linear(g, ref.cls).over(ref.axes))
@@ -377,7 +398,10 @@ def _log_form(pair: Pair, found: Reduction, weights: Ref | None, rest: list[Ref]
     product, rows = _by_column(pair, form.factors)
     if any(abs(p) != 1 for _, p in product):
         return None
-    addend = Addend("exp" if tile else "sum", tile, product, weights, None, scale, rows, outside)
+    addend = replace(
+        written, kind="exp" if tile else "sum", tile=tile, product=product, coefficient=scale,
+        factors=rows, exponent=outside,
+    )  # fmt: skip
     addends = [_eliminated(pair, p) for p in _distributed(pair, addend, found)]
     if any(p.kind != "count" and not any(map(pair.holds, p.pairwise())) for p in addends):
         return None
@@ -411,7 +435,8 @@ def _eliminated(pair: Pair, addend: Addend) -> Addend:
     derivative, so that the fold of the forward pass computes it. A product that the program rounds
     is replaced only where digits may be lost. Both sides of p·(dp - Σ p·dp) would round apart, and
     its sum along a row, which is zero, would be multiplied by the mean of the keys. Beside weights
-    of float16 kernels round p in TF32, with the same effect.
+    of float16 kernels round p in TF32, with the same effect. Where a product is bfloat16 in the
+    program, so that the derivative by the scores may be rounded to it, p may be too.
     """
     classes = pair.g.classes
     for k, (ref, power) in enumerate(addend.product if addend.weights is None else ()):
@@ -424,8 +449,9 @@ def _eliminated(pair: Pair, addend: Addend) -> Addend:
             continue
         if pair.cancels or all(classes[a.cls].dtype != "float16" for a in found.args):
             (after, weights), (_, precision) = found.args, found.data
+            rounds = pair.rounded is not None and is_rounded_product(pair.g, inner.cls)
             rest = replace(addend, product=others, coefficient=addend.coefficient * scale)
-            return replace(rest, weights=weights, after=after, precision=precision)
+            return replace(rest, weights=weights, after=after, precision=precision, rounds=rounds)
     return addend
 
 

@@ -122,6 +122,7 @@ class _FoldSelection:
             loops=self.kernels in ("xla", "reference", *streamed),
             sort_share=folds.least_of_sort,
             cancels=context.options.numerics.permits("cancels"),
+            rounds=self.device.runs_on_gpu,
         )
 
     def found(self, t: TermGraph, need: Needed) -> list[Found]:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import jax_kernels, sym_optimize
+from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.kernel_selection.folds.attention_gradients import LOSES_DIGITS
+from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder
+from symjax_rewrite.pallas_kernels.backend import planning_for
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.cost import visited_flops
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, in_two_parts, terms_of
+from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
+from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 from tests.pallas_kernels import gpu_compiler
 
 pytestmark = [
@@ -61,6 +69,11 @@ def capped(s):
 
 def softcapped(q, k, v):
     return attend(q, k, v, capped)
+
+
+def masked_to_both_sides(q, k, v):
+    near = abs(jnp.arange(T)[:, None] - jnp.arange(T)) < W
+    return attend(q, k, v, lambda s: jnp.where(near, s, -jnp.inf))
 
 
 def in_single(q, k, v):
@@ -212,15 +225,15 @@ def test_gradient_of_products_in_f32_is_not_computed_from_a_rounded_result(
     assert told == ([] if by_cudnn else [LOSES_DIGITS])
 
 
-def dq_by_cudnn(q, k, v, g):
+def dq_by_cudnn(q, k, v, g, change=lambda s: s):
     """The derivative by the queries as cuDNN rounds: Σ p·dp is dO·o of the rounded o."""
     (q, k, v, g), half = (jnp.float32(x) for x in (q, k, v, g)), q.dtype
-    s = jnp.einsum("bthd,bshd->bhts", q, k) * D**-0.5
+    s, back = jax.vjp(change, jnp.einsum("bthd,bshd->bhts", q, k) * D**-0.5)
     e = jnp.exp(s - s.max(-1, keepdims=True))
     sums = jnp.einsum("bhts,bshd->bthd", e.astype(half).astype("float32"), v)
     out = sums / jnp.moveaxis(e.sum(-1), 1, 2)[..., None]
     dotted = jnp.einsum("bthd,bthd->bht", g, out.astype(half).astype("float32"))
-    ds = jax.nn.softmax(s) * (jnp.einsum("bthd,bshd->bhts", g, v) - dotted[..., None])
+    (ds,) = back(jax.nn.softmax(s) * (jnp.einsum("bthd,bshd->bhts", g, v) - dotted[..., None]))
     dq = jnp.einsum("bhts,bshd->bthd", ds.astype(half).astype("float32"), k)
     return (dq * D**-0.5).astype(half)
 
@@ -240,15 +253,139 @@ def test_errors_of_a_rounded_result_are_between_those_of_sums_in_f32_and_in_half
     assert 3 * errors["f32"] < errors["cudnn"] < errors["half"] / 2, errors
 
 
-@pytest.mark.parametrize("attention", [softcapped, in_single])
-def test_the_result_that_the_folds_gradient_reads_is_not_rounded(attention: Callable) -> None:
+def test_the_folds_gradient_of_products_in_f32_rounds_none_of_them() -> None:
     """A vector that all keys share does not add to the error of the derivative by the queries."""
     q, k, v, g = operands(keys=256)
-    given, fun = (q, k + 10, v + 1, g), trained(attention)
+    given, fun = (q, k + 10, v + 1, g), trained(in_single)
     optimised = sym_optimize(fun, kernels="always", device="h200")
     made = optimised.trace(*given).lower(lowering_platforms=("cpu",)).compile()(*given)
     exact = jax.jit(fun)(*[x.astype("float32") for x in given])
     assert error(made, exact) < 1.2 * error(jax.jit(fun)(*given), exact) < 0.01
+
+
+@pytest.mark.parametrize("mean_of_keys", [0, 10])
+@pytest.mark.parametrize("mean_of_values", [0, 1])
+def test_folds_round_no_more_than_cudnn(mean_of_keys: int, mean_of_values: int) -> None:
+    """The result that Σ p·dp is taken from is not rounded, so that no mean of values adds to it."""
+    q, k, v, g = operands(keys=256)
+    given = q, k + mean_of_keys, v + mean_of_values, g
+    fun = lambda *xs: pulled(softcapped)(*xs)[1][0]  # noqa: E731
+    traced = sym_optimize(fun, kernels="always", device="h200").trace(*given)
+    exact = jax.jit(fun)(*[x.astype("float32") for x in given])
+    rounding = {"xla_allow_excess_precision": False}  # as in a kernel
+    made = traced.lower(lowering_platforms=("cpu",)).compile(rounding)(*given)
+    by_cudnn = dq_by_cudnn(*given, capped)  # by operation: compiled, it might leave roundings out
+    assert error(made, exact) < 1.05 * error(by_cudnn, exact)
+    if mean_of_values and mean_of_keys:
+        assert error(made, exact) < error(by_cudnn, exact) / 4
+    if not mean_of_keys:
+        assert error(made, exact) < 1.2 * error(jax.jit(fun)(*given), exact)
+
+
+def rounded_sums(fun: Callable, given: list[Any], monkeypatch: Any, device: str) -> list[Any]:
+    """The folds of a program, and for each the dtypes that its weights of sums are rounded to."""
+    found: list[Any] = []
+    finish = FoldBuilder.finish
+
+    def kept(self: FoldBuilder, *args: Any) -> Any:
+        route = finish(self, *args)
+        terms = [t for o in route.spec.outputs for t in terms_of(o) if t.weights is not None]
+        found.append((route.spec, [t.round_to for t in terms]))
+        return route
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FoldBuilder, "finish", kept)
+        sym_optimize(lambda *xs: fun(*xs), kernels="always", device=device).explain(*given)
+    return found
+
+
+def in_highest(q, k, v):
+    with jax.default_matmul_precision("highest"):
+        return softcapped(q, k, v)
+
+
+def triangle(q, k, v, add=lambda s: s):
+    """Values weighted by a triangle of products, which are rounded and multiplied in f32."""
+    s = add(jnp.einsum("bthd,bshd->bhts", q, k).astype("float32"))
+    s = jnp.where(jnp.arange(T)[:, None] >= jnp.arange(T), 0.5 * s, 0)
+    return jnp.einsum("bhts,bshd->bthd", s, v.astype("float32"))
+
+
+def sum_with_distances(q, k, v):
+    far = (jnp.arange(T)[:, None] - jnp.arange(T)).astype("float32")
+    return triangle(q, k, v, lambda s: s + 99 * jnp.sqrt(abs(far)))
+
+
+def of_rounded_operands(q, k, v):
+    """Operands that are rounded products themselves, whose products are not."""
+    w = jnp.eye(D, dtype=q.dtype)
+    return in_single(q @ w, k @ w, v @ w)
+
+
+@pytest.mark.parametrize(
+    ("fun", "rounded"),
+    [
+        (triangle, ["bfloat16"]),
+        (lambda q, k, v: triangle(q, k, v, jnp.exp), [None]),
+        (sum_with_distances, [None]),
+        (of_rounded_operands, [None]),
+    ],
+    ids=["multiple", "exponential", "sum with distances", "of rounded operands"],
+)
+def test_multiples_of_a_rounded_product_alone_are_rounded(
+    fun: Callable, rounded: list, monkeypatch: Any
+) -> None:
+    found = rounded_sums(fun, operands()[:3], monkeypatch, "h200")
+    assert [d for _, dtypes in found for d in dtypes] == rounded, found
+
+
+@pytest.mark.parametrize(
+    ("fun", "changes", "device", "rounded"),
+    [
+        pytest.param(softcapped, {}, "h200", ["bfloat16"] * 4, id="softcap"),
+        pytest.param(softcapped, {"heads": 2}, "a100", ["bfloat16"] * 4, id="softcap, grouped"),
+        pytest.param(masked_to_both_sides, {}, "h200", ["bfloat16"] * 4, id="mask"),
+        pytest.param(in_single, {}, "h200", [None] * 4, id="products in f32"),
+        pytest.param(in_highest, {}, "h200", [None, "bfloat16", None, None], id="highest"),
+        pytest.param(softcapped, {"dtype": "float16"}, "h200", ["float16", None, None], id="half"),
+        pytest.param(softcapped, {}, "cpu", [None, "bfloat16", None, None], id="on a CPU"),
+    ],
+)
+def test_weights_are_rounded_where_the_program_rounds_a_product_in_them(
+    fun: Callable, changes: dict, device: str, rounded: list, monkeypatch: Any
+) -> None:
+    """The sum by values, and the derivatives by values, which are as written, keys and queries."""
+    heads = changes.pop("heads", H)
+    attention = lambda q, k, v: fun(q, *(jnp.repeat(x, H // heads, axis=2) for x in (k, v)))  # noqa: E731
+    found = rounded_sums(unread(attention), operands(heads=heads, **changes), monkeypatch, device)
+    assert [d for _, dtypes in found for d in dtypes] == rounded, found
+
+
+def test_folds_of_a_gradient_are_those_written_by_hand(monkeypatch: Any) -> None:
+    """The same products of the same pairs in the same blocks, but for the program's own result."""
+    from tests.pallas_kernels.fold.attention_gradients import backward_keys, backward_queries
+
+    t, back = 1024, 255
+
+    def window(q, k, v):
+        far = jnp.arange(t)[:, None] - jnp.arange(t)
+        seen = (far >= 0) & (far <= back)
+        return attend(q, k, v, lambda s: jnp.where(seen, 20 * jnp.tanh(s / 20), -jnp.inf))
+
+    given = [jax.ShapeDtypeStruct((B, t, H, 128), "bfloat16")] * 4
+    a = Attention(B, t, t, H, 128, dtype="bfloat16", window=(back, 0), softcap=20.0)
+    by_hand = [forward(a), backward_keys(a), backward_queries(a)]
+    with planning_for(DEVICES["h200"]):
+        made = [spec for spec, _ in rounded_sums(unread(window), given, monkeypatch, "h200")]
+        assert sorted(map(work, made)) == sorted(map(work, by_hand))
+
+
+def work(spec: FoldSpec) -> tuple[Any, ...]:
+    """The blocks of a fold, the work inside of them, and the parts of its sums' weights."""
+    cut = fold_cut(spec)
+    assert isinstance(cut, TritonBlocks)
+    terms = [t for o in spec.outputs for t in terms_of(o)]
+    return str(cut), visited_flops(spec, cut.rows, cut.cols), [in_two_parts(spec, t) for t in terms]
 
 
 @SLOW
