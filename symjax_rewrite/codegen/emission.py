@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen import product_lowering, term_lowering
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of, postorder
@@ -465,7 +465,7 @@ class TermReader:
         sizes = term_lowering.jax_sizes((*c.sizes, *node.bound), self.env)
         guards = term_lowering.deltas_in(g, node)
         if self.part.across and node.op == CONTRACT:
-            operands = term_lowering.transposed_apart(node, operands)
+            operands = product_lowering.transposed_apart(node, operands)
         names = self.t.primitives
         made = term_lowering.lower_node(
             node, operands, sizes, c.dtype, names, guards, order, short_row

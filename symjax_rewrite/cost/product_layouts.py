@@ -11,6 +11,8 @@ from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir.flat_program import Equation
 
+LEAST_RESULT = 6  # elements of a product for each of its operands' that are moved
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -109,3 +111,12 @@ def column_seconds(
 def copy_seconds(count: float, device: Device) -> float:
     """Return the seconds of writing a copy of so many bytes."""
     return count / device.bytes_per_s + device.launch_s
+
+
+def moves_operands(moved: int, made: int) -> bool:
+    """Return True if copies of operands cost less than a transposition of their product.
+
+    moved, made: elements of the copies, and of the product. A result that fits no cache is read
+    across its rows, and by each of its readers.
+    """
+    return made >= LEAST_RESULT * moved

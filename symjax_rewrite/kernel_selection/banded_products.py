@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite.candidates import Context, Found, Refusal
-from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen import product_lowering, term_lowering
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.batched_products import batch_seconds
 from symjax_rewrite.cost.device_profiles import Device
@@ -71,7 +71,7 @@ def _route(t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> Cl
             cut = [_cut(x.data, [axes[s] for s in x.slots], places, sizes) for x, axes in operands]
             data, made = term_lowering.lower_node(node, cut, tuple(sizes), dtype, t.primitives)
             order = order or made
-            return term_lowering.arrange(data, made, order, tuple(sizes))
+            return product_lowering.arrange(data, made, order, tuple(sizes))
 
         first = np.array([(b.start, b.low) for b in blocks], np.int32)
         if len({b.shape for b in blocks}) > 1:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate
-from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen import product_lowering
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
@@ -67,7 +67,7 @@ def read_over(
     """
     array = emitter.wide_array(ref.cls) if wide else emitter.array(ref.cls)
     labels = tuple(ref.axes[s] for s in array.slots)
-    return term_lowering.arrange(array.data, labels, order, sizes)
+    return product_lowering.arrange(array.data, labels, order, sizes)
 
 
 def candidates(

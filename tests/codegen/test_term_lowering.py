@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen import product_lowering, term_lowering
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref
 from tests.profiles import use_on_cpu
@@ -16,7 +16,7 @@ PRODUCT = Node(CONTRACT, None, (Ref(0, (2, 0)), Ref(1, (2, 1))), 2, (32,))
 
 def emitted(x, y, labels=((2, 0), (2, 1))):
     operands = [(jnp.asarray(x), labels[0]), (jnp.asarray(y), labels[1])]
-    return term_lowering.transposed_apart(PRODUCT, operands)
+    return product_lowering.transposed_apart(PRODUCT, operands)
 
 
 def drawn(rows: int, cols: int, dtype: str = "float32"):

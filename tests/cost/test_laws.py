@@ -465,12 +465,20 @@ def seconds(fun: Any, *shape: int) -> float:
             (1 << 10, 1 << 10),
             marks=pytest.mark.skipif(CPU.columns is None, reason="this XLA sums columns fast"),
         ),
-        (lambda x: lax.cummax(x, 0), (1 << 10, 1 << 10), (1 << 20,)),
     ],
 )
 def test_the_order_of_axes_in_memory_has_a_price(fun: Any, slow: Any, fast: Any) -> None:
     assert seconds(fun, *slow) > 2 * seconds(fun, *fast)
     assert seconds(jnp.square, *slow) == pytest.approx(seconds(jnp.square, *fast), rel=0.01)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("fun", [jnp.cumsum, lax.cummax])
+def test_a_cumulative_operation_takes_several_reads_along_any_axis(fun: Any, axis: int) -> None:
+    shape = (1 << 10, 1 << 10)
+    assert seconds(lambda x: fun(x, axis), *shape) > 5 * seconds(jnp.square, *shape)
+    both = [seconds(lambda x, k=k: fun(x, k), *shape) for k in (0, 1)]
+    assert both[0] == both[1]
 
 
 @pytest.mark.skipif(CPU.columns is None, reason="this XLA sums columns fast")

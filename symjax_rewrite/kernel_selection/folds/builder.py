@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen import product_lowering, term_lowering
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
@@ -349,7 +349,8 @@ def _sliced_last(emitter: Any, cls: int, dtype: str, sliced: tuple[int, ...], fe
     data = array.data.astype(np.dtype(dtype)) if wide else array.data
     order = (*(s for s in range(data.ndim) if s not in sliced), *sliced)
     by_slot = dict(zip(array.slots, data.shape, strict=True))
-    data = term_lowering.arrange(data, array.slots, order, tuple(by_slot[s] for s in sorted(order)))
+    sizes = tuple(by_slot[s] for s in sorted(order))
+    data = product_lowering.arrange(data, array.slots, order, sizes)
     return jax.lax.optimization_barrier(data) if sliced and fenced else data
 
 
