@@ -66,6 +66,8 @@ def shifted(x):
     place = tl.arange(0, x.shape[1]).reshape([1, x.shape[1]] + [1] * (len(x.shape) - 2))
     return tl.gather(x, tl.broadcast_to(tl.maximum(place - 1, 0), x.shape), 1)
 """
+# The PTX of 0.4, by Triton 3.9, is newer than CUDA 12 assembles.
+LIBRARY = "jax-triton>=0.3.1,<0.4"
 ABSENT = "jax-triton is not installed (the extras cuda12 and cuda13 have it)"
 
 
@@ -100,24 +102,21 @@ def supports(spec: ScanSpec) -> Support:
 
 @cache
 def unmet() -> str:
-    """Return what jax-triton requires and the environment lacks; empty where nothing.
+    """Return what this backend or jax-triton requires and the environment lacks; empty: nothing.
 
     With an older Triton than it asks for, jax-triton can be imported, and fails where a kernel is
     lowered.
     """
-    requires = _of_package(metadata.requires, "jax-triton") or ()
-    for wanted in map(Requirement, requires):
+    for wanted in map(Requirement, (LIBRARY, *(_told(metadata.requires, "jax-triton") or ()))):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        found = _of_package(metadata.version, wanted.name)
-        if found is None:
-            return f"jax-triton needs {wanted.name}, which is not installed"
-        if not wanted.specifier.contains(found, prereleases=True):
-            return f"jax-triton needs {wanted.name}{wanted.specifier}; {found} is installed"
+        found = _told(metadata.version, wanted.name) or "none"
+        if found == "none" or not wanted.specifier.contains(found, prereleases=True):
+            return f"{wanted.name}{wanted.specifier} is needed; {found} is installed"
     return ""
 
 
-def _of_package(read: Callable[[str], Told], name: str) -> Told | None:
+def _told(read: Callable[[str], Told], name: str) -> Told | None:
     """Return what a package's metadata tell; None where it has none."""
     try:
         return read(name)

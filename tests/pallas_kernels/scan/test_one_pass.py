@@ -53,18 +53,19 @@ def test_without_jax_triton_the_reason_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("requires", "told"),
+    ("library", "requires", "told"),
     [
-        (["triton>=9"], "jax-triton needs triton>=9; 3.6.0 is installed"),
-        (["triton>=3.6", "absent"], "jax-triton needs absent, which is not installed"),
-        (["triton>=3.6", 'absent; extra == "tests"'], ""),
-        (None, ""),
+        ("0.3.1", ["triton>=9"], "triton>=9 is needed; 3.6.0 is installed"),
+        ("0.3.1", ["triton>=3.6", "absent"], "absent is needed; none is installed"),
+        ("0.3.1", ["triton>=3.6", 'absent; extra == "tests"'], ""),
+        ("0.3.1", None, ""),
+        ("0.4.1", ["triton>=3.6"], "jax-triton<0.4,>=0.3.1 is needed; 0.4.1 is installed"),
     ],
 )
-def test_another_triton_than_jax_triton_asks_for_is_told(monkeypatch, requires, told):
+def test_other_versions_of_the_libraries_are_told(monkeypatch, library, requires, told):
     def version(name):
-        if name == "triton":
-            return "3.6.0"
+        if name in ("triton", "jax-triton"):
+            return "3.6.0" if name == "triton" else library
         raise metadata.PackageNotFoundError(name)
 
     one_pass.unmet.cache_clear()
