@@ -32,11 +32,7 @@ from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     one_hot,
     scattered,
 )
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
-    Pair,
-    PairwiseTile,
-    explore,
-)
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, PairwiseTile, explore
 from symjax_rewrite.kernel_selection.folds.rounded_products import (
     has_usual_precision,
     is_rounded_product,
