@@ -305,12 +305,14 @@ MUTATIONS: dict[str, Mutation] = {
         (edges.many_classes,),
     ),
     "a square product is transposed": Mutation(
-        [(term_lowering, "_dot", _square_is_transposed)], _chains
+        [(term_lowering, "product_of", _square_is_transposed)], _chains
     ),
     "square matrices are symmetric": Mutation(
         [(egraph.EGraph, "_canonical_ref", _squares_are_symmetric)], _chains
     ),
-    "products are rounded to bfloat16": Mutation([(term_lowering, "_dot", _rounded_dot)], _chains),
+    "products are rounded to bfloat16": Mutation(
+        [(term_lowering, "product_of", _rounded_dot)], _chains
+    ),
     "a slice of a slice forgets its stride": Mutation(
         [(locality, "_compose", _stride_is_forgotten)], _slices
     ),

@@ -286,7 +286,8 @@ def test_routed_norm_is_a_kernel_in_one_pass():
     roofline = max(flops / H200.peak("float32"), ends / H200.bytes_per_s)
     assert report.after.bytes == pytest.approx(ends, rel=0.01)
     assert report.after.flops == flops
-    assert roofline <= report.after.seconds - H200.launch_s <= 2 * roofline
+    own_s = report.after.seconds - H200.launch_s - H200.norms.kernel_s
+    assert roofline <= own_s <= 2 * roofline
     assert report.after.largest_intermediate == bytes_of((rows, 128))
 
 
