@@ -84,7 +84,7 @@ def _turned(
     if sides[0][0] not in frees[0]:
         left, right = right, left
     batch = [*batch, *outer]
-    by_rows = not right[1] or right[1][-1] in summed
+    by_rows = right[1][-1] in summed
     kept = (*sides[1], *summed) if by_rows else (*summed, *sides[1])
     orders = (*batch, *sides[0], *summed), (*batch, *kept)
     sizes = _sizes_of(left, right)
